@@ -1,0 +1,80 @@
+"""Checkpoints for Keras 3 that nothing can lose, tear or replace by something worse.
+
+The public names are imported on first use, so that ``import keras_safe_ckpt`` takes
+milliseconds and needs no TensorFlow.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AgreementError",
+    "CheckpointNotFoundError",
+    "CheckpointStore",
+    "CheckpointWriteError",
+    "ClusterConfigError",
+    "CorruptCheckpointError",
+    "IncompatibleCheckpointError",
+    "KeepAny",
+    "KeepBest",
+    "KeepNewest",
+    "LockLostError",
+    "LockManager",
+    "LockServerRefusedError",
+    "LockServerUnreachableError",
+    "LocksUnsupportedError",
+    "LockTimeoutError",
+    "MergeConflictError",
+    "RedisLocks",
+    "SafeCheckpointError",
+    "StaleHolderError",
+    "UnsafePathError",
+]
+
+if TYPE_CHECKING:
+    from keras_safe_ckpt.errors import (
+        AgreementError,
+        CheckpointNotFoundError,
+        CheckpointWriteError,
+        ClusterConfigError,
+        CorruptCheckpointError,
+        IncompatibleCheckpointError,
+        LockLostError,
+        LockServerRefusedError,
+        LockServerUnreachableError,
+        LocksUnsupportedError,
+        LockTimeoutError,
+        MergeConflictError,
+        SafeCheckpointError,
+        StaleHolderError,
+        UnsafePathError,
+    )
+    from keras_safe_ckpt.storage.locks import LockManager
+    from keras_safe_ckpt.storage.redis_locks import RedisLocks
+    from keras_safe_ckpt.storage.retention import KeepAny, KeepBest, KeepNewest
+    from keras_safe_ckpt.storage.store import CheckpointStore
+
+_HOME = {
+    "CheckpointStore": "keras_safe_ckpt.storage.store",
+    "KeepAny": "keras_safe_ckpt.storage.retention",
+    "KeepBest": "keras_safe_ckpt.storage.retention",
+    "KeepNewest": "keras_safe_ckpt.storage.retention",
+    "LockManager": "keras_safe_ckpt.storage.locks",
+    "RedisLocks": "keras_safe_ckpt.storage.redis_locks",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME.get(name, "keras_safe_ckpt.errors")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,1 @@
+"""The command line: ``python -m keras_safe_ckpt`` and ``keras-safe-ckpt``."""

@@ -1,0 +1,230 @@
+"""Publish a file whole or not at all, whatever interrupts.
+
+The stages of a `StagedFile`, in this order::
+
+    open      a unique temporary file beside the target, so that the rename cannot cross devices
+    write     by the caller, through the descriptor
+    sync      fsync: the bytes are on the disk before the name points to them
+    commit    os.replace, then fsync of the directory: the name is on the disk as well
+    rollback  instead of commit: the temporary file is removed, the target is untouched
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from keras_safe_ckpt.errors import CheckpointWriteError
+from keras_safe_ckpt.storage.locks import claim
+from keras_safe_ckpt.storage.paths import (
+    absolute,
+    make_directory,
+    refuse_unsafe_target,
+    sync_directory,
+)
+from keras_safe_ckpt.storage.temp_names import new_temp_name, owner_of
+
+#: A temporary file of another machine is taken for abandoned when its lock is free and nothing
+#: was written to it for this long. Should its owner wake up after all, its rename fails cleanly.
+FOREIGN_ORPHAN_SECONDS = 3600.0
+
+
+class StagedFile:
+    """A file on its way to ``target``; use it as a context manager.
+
+    Leaving the block without `commit`, for whatever reason, is a rollback::
+
+        with StagedFile("model.weights.h5") as staged:
+            staged.write(data)
+            staged.sync()
+            staged.commit()
+    """
+
+    def __init__(self, target: str | os.PathLike[str], *, step: int | None = None) -> None:
+        self.target = absolute(target)
+        self.step = step
+        refuse_unsafe_target(self.target)
+        make_directory(self.target.parent)
+        self._synced = False
+        with self._translated():
+            self.temp_path, self.descriptor = _open_unique(self.target)
+
+    def __enter__(self) -> StagedFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.rollback()
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Append all of ``data``, also where the system takes it piece by piece."""
+        view = memoryview(data).cast("B")
+        with self._translated():
+            written = 0
+            while written < len(view):
+                written += os.write(self.descriptor, view[written:])
+        return len(view)
+
+    def write_at(self, offset: int, data: bytes | memoryview) -> None:
+        """Overwrite a part that was written before."""
+        view = memoryview(data).cast("B")
+        with self._translated():
+            written = 0
+            while written < len(view):
+                written += os.pwrite(self.descriptor, view[written:], offset + written)
+
+    def sync(self) -> None:
+        # A failed fsync is final: the kernel may have dropped the pages and report success
+        # the next time. The only way on is a new file.
+        with self._translated():
+            _sync_to_device(self.descriptor)
+        self._synced = True
+
+    def commit(self) -> None:
+        """Let the target be this file; durable when it returns."""
+        self.replace_target()
+        with self._translated(published=True):
+            sync_directory(self.target.parent)
+
+    def replace_target(self) -> None:
+        """The rename alone, for a group that syncs its directory itself."""
+        if not self._synced:
+            raise RuntimeError(f"sync() must succeed before {self.target} is published.")
+        refuse_unsafe_target(self.target)  # Again: something may have been planted meanwhile.
+        with self._translated():
+            # Closed first: the lock that marks the temporary file as alive would otherwise
+            # meet a reader of the published file (HDF5 locks what it reads).
+            self._close()
+            os.replace(self.temp_path, self.target)
+
+    def rollback(self) -> None:
+        """Remove the temporary file; after a commit there is none, and nothing happens."""
+        self._close()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.temp_path)
+
+    def _close(self) -> None:
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    @contextlib.contextmanager
+    def _translated(self, *, published: bool = False) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointWriteError(
+                self.target, error, self.step, published=published
+            ) from error
+
+
+def commit_in_order(staged: Sequence[StagedFile]) -> None:
+    """Publish several files of one directory; the last one is the commit.
+
+    Whoever sees the last one sees all of them, also after a power cut.
+    """
+    *parts, last = staged
+    for part in parts:
+        part.replace_target()
+    if parts:
+        # One sync for all parts: their names must be durable before the last one's can be.
+        try:
+            sync_directory(last.target.parent)
+        except OSError as error:
+            raise CheckpointWriteError(last.target, error, last.step) from error
+    last.commit()
+
+
+def write_atomically(target: str | os.PathLike[str], data: bytes) -> None:
+    """All of ``data``, durable, or the old content."""
+    with StagedFile(target) as staged:
+        staged.write(data)
+        staged.sync()
+        staged.commit()
+
+
+def sweep_orphans(directory: Path) -> list[str]:
+    """Remove temporary files whose writers are gone; return their names."""
+    swept = []
+    with os.scandir(directory) as entries:
+        names = [entry.name for entry in entries if owner_of(entry.name)]
+    for name in names:
+        path = directory / name
+        if _is_orphan(path):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+                swept.append(name)
+    return swept
+
+
+def _open_unique(target: Path) -> tuple[Path, int]:
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    while True:
+        path = target.parent / new_temp_name(target.name)
+        descriptor = os.open(path, flags, 0o666)
+        try:
+            if _claim_if_possible(descriptor) and _is_still(path, descriptor):
+                return path, descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        # A sweeper found it in the instant before it was claimed: take another name.
+        os.close(descriptor)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+
+def _claim_if_possible(descriptor: int) -> bool:
+    try:
+        return claim(descriptor)
+    except OSError:
+        # No locks on this file system: the process id in the name has to do.
+        return True
+
+
+def _is_still(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _is_orphan(path: Path) -> bool:
+    owner = owner_of(path.name)
+    if owner is None or (owner.is_on_this_machine() and owner.is_running()):
+        return False
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        # Gone meanwhile, a planted link, or somebody else's file: not ours to remove.
+        if error.errno in (errno.ENOENT, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EISDIR):
+            return False
+        raise
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or not _claim_if_possible(descriptor):
+            return False
+        if owner.is_on_this_machine():
+            return True
+        return time.time() - status.st_mtime > FOREIGN_ORPHAN_SECONDS
+    finally:
+        os.close(descriptor)
+
+
+def _sync_to_device(descriptor: int) -> None:
+    full_sync = getattr(fcntl, "F_FULLFSYNC", None)
+    if full_sync is not None:  # macOS: fsync alone stops at the drive's cache.
+        fcntl.fcntl(descriptor, full_sync)
+    else:
+        os.fsync(descriptor)

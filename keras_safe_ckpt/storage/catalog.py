@@ -1,0 +1,119 @@
+"""What is in a directory of checkpoints: found, ordered, verified, remembered."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from keras_safe_ckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+)
+from keras_safe_ckpt.storage.formats import FORMATS, format_of
+from keras_safe_ckpt.storage.manifest import Manifest
+from keras_safe_ckpt.storage.retention import Checkpoint
+
+#: Told of each file that was passed over, and why.
+OnSkip = Callable[[Path, str], None]
+
+#: What tells one published file from the next one under the same name.
+_Identity = tuple[int, int, int, int]
+
+
+class Catalog:
+    """The checkpoints of one directory.
+
+    Published files never change, so a manifest is read and a file is verified once for each
+    file, however often it is asked for.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._manifests: dict[Path, tuple[_Identity, Manifest]] = {}
+        self._verified: dict[Path, _Identity] = {}
+
+    def checkpoints(self, on_skip: OnSkip | None = None) -> list[Checkpoint]:
+        """Every file that carries our manifest, oldest first; the arrays are not verified."""
+        found = []
+        for path in self._candidates():
+            try:
+                found.append(Checkpoint(path, self.manifest_of(path)))
+            except CheckpointNotFoundError:
+                continue  # Pruned since it was listed.
+            except (CorruptCheckpointError, IncompatibleCheckpointError) as error:
+                if on_skip is not None:
+                    on_skip(path, str(error))
+        found.sort(key=lambda c: (c.manifest.sequence, c.manifest.wall_time, c.path.name))
+        return found
+
+    def latest(self, on_skip: OnSkip) -> Checkpoint | None:
+        """The newest one whose digests hold."""
+        for checkpoint in reversed(self.checkpoints(on_skip)):
+            if self.is_whole(checkpoint.path, on_skip):
+                return checkpoint
+        return None
+
+    def manifest_of(self, path: Path) -> Manifest:
+        """The manifest, which is checked against its own digest only."""
+        identity = _identity(path)
+        known = self._manifests.get(path)
+        if known is None or known[0] != identity:
+            with format_of(path).open(path) as checkpoint:
+                known = self._manifests[path] = (identity, checkpoint.manifest)
+        return known[1]
+
+    def verify(self, path: Path) -> Manifest:
+        """Compare every byte with the manifest, unless this very file was compared before."""
+        identity = _identity(path)
+        if self._verified.get(path) != identity:
+            with format_of(path).open(path) as checkpoint:
+                checkpoint.verify()
+            self._manifests[path] = (identity, checkpoint.manifest)
+            self._verified[path] = identity
+        return self.manifest_of(path)
+
+    def is_whole(self, path: Path, on_skip: OnSkip) -> bool:
+        """Whether `verify` finds nothing; what it finds is reported."""
+        try:
+            self.verify(path)
+        except (CheckpointNotFoundError, CorruptCheckpointError) as error:
+            on_skip(path, str(error))
+            return False
+        return True
+
+    def remember(self, path: Path, manifest: Manifest) -> None:
+        """Take note of a file that this process just wrote and synced."""
+        identity = _identity(path)
+        self._manifests[path] = (identity, manifest)
+        self._verified[path] = identity
+
+    def forget(self, path: Path) -> None:
+        """Drop what is known of a file that is gone."""
+        self._manifests.pop(path, None)
+        self._verified.pop(path, None)
+
+    def _candidates(self) -> list[Path]:
+        suffixes = tuple(known.suffix for known in FORMATS.values())
+        try:
+            with os.scandir(self.directory) as entries:
+                return [
+                    self.directory / entry.name
+                    for entry in entries
+                    if entry.name.endswith(suffixes)
+                    and not entry.name.startswith(".")
+                    and entry.is_file(follow_symlinks=False)
+                ]
+        except FileNotFoundError:
+            return []
+
+
+def _identity(path: Path) -> _Identity:
+    try:
+        status = os.stat(path)
+    except FileNotFoundError as error:
+        raise CheckpointNotFoundError(path) from error
+    except OSError as error:
+        raise CorruptCheckpointError(path, f"it cannot be read ({error.strerror})") from error
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

@@ -1,0 +1,217 @@
+"""``.keras``: the whole model, as ``keras.models.load_model`` reads it.
+
+Keras writes three members, stored without compression, and so do we. The manifest is a key of
+``metadata.json``, which is written last: with a fourth member Keras would take it for an asset
+and unpack the whole archive to the temporary directory at every load.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from keras_safe_ckpt.errors import CorruptCheckpointError
+from keras_safe_ckpt.storage.atomic import StagedFile
+from keras_safe_ckpt.storage.formats.format import open_for_reading, specs_and_records
+from keras_safe_ckpt.storage.formats.hdf5_image import CHUNK_BYTES, ImageWriter, lay_out
+from keras_safe_ckpt.storage.formats.hdf5_reader import FileWindow, Hdf5Reader
+from keras_safe_ckpt.storage.manifest import LARGEST_BYTES, Manifest
+from keras_safe_ckpt.storage.snapshot import Snapshot
+
+MANIFEST_KEY = "keras_safe_ckpt"
+
+_CONFIG, _METADATA, _WEIGHTS = "config.json", "metadata.json", "model.weights.h5"
+
+
+class KerasZip:
+    """Keras's ``.keras`` archive with a manifest inside."""
+
+    suffix = ".keras"
+    whole_model = True
+
+    def write(self, staged: StagedFile, snapshot: Snapshot, draft: Manifest) -> Manifest:
+        if snapshot.config is None or snapshot.metadata is None:
+            raise ValueError("A .keras file needs a snapshot of the whole model.")
+        arrays = snapshot.host_arrays()
+        specs, records = specs_and_records(arrays)
+        writer = ImageWriter(image := lay_out(snapshot.groups, specs))
+        members = {
+            _CONFIG: snapshot.config.encode(),
+            **{f"assets/{name}": data for name, data in snapshot.assets.items()},
+        }
+        with zipfile.ZipFile(_ZipTarget(staged), "w") as archive:
+            for name, data in members.items():
+                _add(archive, name, [memoryview(data)], len(data))
+            _add(archive, _WEIGHTS, writer.chunks(arrays), image.size)
+            manifest = dataclasses.replace(
+                draft,
+                structure=writer.structure_digest,
+                members={
+                    **{name: xxhash.xxh3_128(data).hexdigest() for name, data in members.items()},
+                    _WEIGHTS: f"crc32:{archive.getinfo(_WEIGHTS).CRC:08x}",
+                },
+                arrays={
+                    path: dataclasses.replace(record, digest=writer.digests[path])
+                    for path, record in records.items()
+                },
+            )
+            # Keras's own keys first, as they were; ours is put in as it is, digest included.
+            ours = manifest.to_json().decode()
+            head = json.dumps(json.loads(snapshot.metadata)).removesuffix("}")
+            metadata = f'{head}, "{MANIFEST_KEY}": {ours}}}'.encode()
+            _add(archive, _METADATA, [memoryview(metadata)], len(metadata))
+        return manifest
+
+    def open(self, path: Path) -> OpenKerasZip:
+        return OpenKerasZip(path)
+
+
+def _add(archive: zipfile.ZipFile, name: str, chunks: Iterable[memoryview], size: int) -> None:
+    info = zipfile.ZipInfo(name)
+    info.compress_type = zipfile.ZIP_STORED
+    info.file_size = size
+    info.external_attr = 0o600 << 16
+    with archive.open(info, "w", force_zip64=size >= zipfile.ZIP64_LIMIT) as member:
+        for chunk in chunks:
+            member.write(chunk)
+
+
+class _ZipTarget(io.RawIOBase):
+    """The staged file as `zipfile` wants it; each write goes straight to the descriptor."""
+
+    def __init__(self, staged: StagedFile) -> None:
+        super().__init__()
+        self._staged = staged
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return os.lseek(self._staged.descriptor, offset, whence)
+
+    def tell(self) -> int:
+        return os.lseek(self._staged.descriptor, 0, os.SEEK_CUR)
+
+    def write(self, data: Any) -> int:
+        return self._staged.write(data)
+
+
+class OpenKerasZip:
+    """An open ``.keras`` file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = str(path)
+        with open_for_reading(path) as descriptor:
+            self._descriptor = descriptor
+            self._file = FileWindow(descriptor, 0, os.fstat(descriptor).st_size)
+            self._members = self._list_members()
+            self.manifest = self._read_manifest()
+            start, size = self._place(_WEIGHTS)
+            self._reader = Hdf5Reader(FileWindow(descriptor, start, size), self._path)
+
+    def verify(self) -> None:
+        self._check_members()
+        self._reader.verify(self.manifest)
+        self._reader.check_structure(self.manifest, {})
+
+    def read_array(self, name: str) -> np.ndarray[Any, Any]:
+        return self._reader.read_array(name, self.manifest.arrays[name])
+
+    def __enter__(self) -> OpenKerasZip:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._reader.close()
+        os.close(self._descriptor)
+
+    def _list_members(self) -> dict[str, zipfile.ZipInfo]:
+        try:
+            with zipfile.ZipFile(self._file) as archive:
+                listed = archive.infolist()
+        except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError) as error:
+            raise CorruptCheckpointError(
+                self._path, f"it is not a whole zip archive ({error})"
+            ) from error
+        members = {info.filename: info for info in listed}
+        if len(members) != len(listed):
+            raise CorruptCheckpointError(self._path, "two of its members have the same name")
+        for name in (_CONFIG, _METADATA, _WEIGHTS):
+            if name not in members:
+                raise CorruptCheckpointError(self._path, f"its member {name!r} is missing")
+        return members
+
+    def _place(self, name: str) -> tuple[int, int]:
+        """Offset and size of a member's data, which lies in the file as it is."""
+        info = self._members[name]
+        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
+            raise CorruptCheckpointError(self._path, f"its member {name!r} is not stored plainly")
+        encoded = name.encode()
+        header = bytearray(30 + len(encoded))
+        self._file.read_at(info.header_offset, memoryview(header))
+        name_length, extra_length = struct.unpack("<HH", header[26:30])
+        if header[:4] != b"PK\3\4" or name_length != len(encoded) or header[30:] != encoded:
+            raise CorruptCheckpointError(self._path, f"the header of {name!r} is damaged")
+        start = info.header_offset + 30 + name_length + extra_length
+        if start + info.file_size > self._file.size or info.compress_size != info.file_size:
+            raise CorruptCheckpointError(self._path, f"its member {name!r} is cut off")
+        return start, info.file_size
+
+    def _read_manifest(self) -> Manifest:
+        start, size = self._place(_METADATA)
+        if size > LARGEST_BYTES:
+            raise CorruptCheckpointError(self._path, f"its {_METADATA} has {size} bytes")
+        data = bytearray(size)
+        self._file.read_at(start, memoryview(data))
+        try:
+            document = json.loads(data)[MANIFEST_KEY]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise CorruptCheckpointError(self._path, "it has no manifest of ours") from error
+        return Manifest.from_json(json.dumps(document).encode(), self._path)
+
+    def _check_members(self) -> None:
+        """Compare all but the weights, and every checksum that plain Keras will look at."""
+        expected = {_METADATA, *self.manifest.members}
+        if set(self._members) != expected:
+            difference = sorted(set(self._members) ^ expected)
+            raise CorruptCheckpointError(self._path, f"members do not fit: {difference}")
+        for name in expected:
+            info = self._members[name]
+            recorded = self.manifest.members.get(name)
+            if name == _WEIGHTS:
+                # The digests of its parts cover the data; its checksum is only written down.
+                digest, checksum = f"crc32:{info.CRC:08x}", info.CRC
+            else:
+                digest, checksum = self._digest_and_checksum(name)
+            if recorded not in (None, digest) or checksum != info.CRC:
+                raise CorruptCheckpointError(self._path, f"{name!r} does not match its digest")
+
+    def _digest_and_checksum(self, name: str) -> tuple[str, int]:
+        start, size = self._place(name)
+        digest, checksum = xxhash.xxh3_128(), 0
+        buffer = memoryview(bytearray(min(size, CHUNK_BYTES)))
+        for offset in range(0, size, CHUNK_BYTES):
+            view = buffer[: min(CHUNK_BYTES, size - offset)]
+            self._file.read_at(start + offset, view)
+            digest.update(view)
+            checksum = zlib.crc32(view, checksum)
+        return digest.hexdigest(), checksum

@@ -1,0 +1,295 @@
+"""Locks that are files: ``LockManager``.
+
+The lock for ``model.keras`` is the side file ``.model.keras.lock``, locked with
+``flock`` and never removed. A second file, ``.model.keras.gate``, is the queue:
+everybody takes the gate, then the lock, then lets the gate go. Whoever is at
+the gate is therefore next, and a stream of readers cannot starve a writer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import stat
+import time
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any
+
+from portalocker import LockFlags
+from portalocker.exceptions import AlreadyLocked, LockException
+from portalocker.portalocker import FlockLocker
+
+from keras_safe_ckpt.errors import (
+    LockLostError,
+    LocksUnsupportedError,
+    LockTimeoutError,
+    UnsafePathError,
+)
+from keras_safe_ckpt.storage.lock_backend import HeldLock, checked_path, checked_timeout
+from keras_safe_ckpt.storage.lock_descriptors import (
+    close_lock_file,
+    explained,
+    is_at,
+    open_lock_file,
+    open_probe_file,
+    system_error,
+)
+from keras_safe_ckpt.storage.lock_owner import OwnerStamp, describe_owner_of, flock_holders
+
+#: Not portalocker.lock, which follows the global LOCKER: whoever sets that to
+#: lockf would let two threads of one process hold the same lock.
+_FLOCK = FlockLocker()
+_EXCLUSIVE = LockFlags.EXCLUSIVE | LockFlags.NON_BLOCKING
+_SHARED = LockFlags.SHARED | LockFlags.NON_BLOCKING
+
+_FIRST_POLL_SECONDS = 0.002
+_LAST_POLL_SECONDS = 0.025
+#: Passing a free gate takes microseconds. Even timeout=0 waits that out, or two
+#: readers who come at the same moment would turn each other away.
+_GATE_GRACE_SECONDS = 0.02
+#: Its own generator: drawing from the global one would change the user's shuffling.
+_JITTER = random.Random()
+
+
+def _try_lock(fd: int, flags: LockFlags) -> bool:
+    try:
+        _FLOCK.lock(fd, flags)
+    except AlreadyLocked:
+        return False
+    return True
+
+
+def _lock_by(deadline: float, fd: int, flags: LockFlags) -> bool:
+    interval = _FIRST_POLL_SECONDS
+    while not _try_lock(fd, flags):
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            return False
+        time.sleep(min(remaining, interval * _JITTER.uniform(0.5, 1.0)))
+        interval = min(interval * 1.5, _LAST_POLL_SECONDS)
+    return True
+
+
+def _unlock_and_close(fd: int) -> None:
+    # Unlocked first: a process between fork and exec, or forked by C code, still
+    # has the descriptor, and closing ours alone would leave the lock to it.
+    with contextlib.suppress(LockException):
+        _FLOCK.unlock(fd)
+    close_lock_file(fd)
+
+
+def claim(fd: int) -> bool:
+    """Try to lock an open file exclusively, for as long as the descriptor stays open.
+
+    True if it is ours now, False if somebody else has it. Raises ``OSError``
+    where the file system cannot lock.
+
+    Example::
+
+        fd = os.open(temporary, os.O_RDWR)
+        if claim(fd):
+            os.unlink(temporary)       # its writer is gone
+    """
+    try:
+        return _try_lock(fd, _EXCLUSIVE)
+    except LockException as error:
+        raise system_error(error) from None
+
+
+class FileLock:
+    """One acquisition of one lock: the context manager that ``LockManager`` hands out.
+
+    Its stages, under one deadline: open, gate, lock, verify (is the locked file
+    still the one at that path?), sign (the owner record), leave the gate.
+    """
+
+    __slots__ = ("_fd", "_flags", "_pid", "_side", "_stamp", "_timeout", "path")
+
+    def __init__(self, path: str, flags: LockFlags, timeout: float, stamp: OwnerStamp) -> None:
+        directory, name = os.path.split(path)
+        self.path = path
+        self._side = os.path.join(directory, f".{name}")
+        self._flags = flags
+        self._timeout = timeout
+        self._stamp = stamp
+        self._fd = -1
+        self._pid = -1
+
+    def __enter__(self) -> FileLock:
+        if self._fd >= 0:
+            raise RuntimeError(f"This object holds the lock on {self.path!r} already.")
+        start = time.monotonic()
+        self._pid = os.getpid()
+        opening = f"{self._side}.gate"
+        try:
+            gate = open_lock_file(opening)
+            try:
+                opening = f"{self._side}.lock"
+                self._fd = open_lock_file(opening)
+                self._pass_gate(gate, start)
+                size = self._lock_and_verify(start)
+                self._sign(size)
+            finally:
+                _unlock_and_close(gate)
+            return self
+        except (OSError, LockException) as error:
+            self._release()
+            raise explained(opening, error) from None
+        except BaseException:
+            self._release()  # Ctrl-C while waiting leaves nothing locked or open
+            raise
+
+    def _pass_gate(self, gate: int, start: float) -> None:
+        deadline = start + max(self._timeout, _GATE_GRACE_SECONDS)
+        if not _lock_by(deadline, gate, _EXCLUSIVE):
+            holder = describe_owner_of(self._fd)
+            if not flock_holders(self._fd):
+                holder = f"another process in the queue (last held by {holder})"
+            raise LockTimeoutError(self.path, holder, time.monotonic() - start)
+
+    def _lock_and_verify(self, start: float) -> int:
+        """Lock the file that is at the path; its size is returned."""
+        path = f"{self._side}.lock"
+        while True:
+            if not _lock_by(start + self._timeout, self._fd, self._flags):
+                holder = describe_owner_of(self._fd)
+                raise LockTimeoutError(self.path, holder, time.monotonic() - start)
+            status = os.fstat(self._fd)
+            if is_at(path, status):
+                break
+            # Deleted or replaced since we opened it: everybody else locks the new file.
+            self._release()
+            self._fd = open_lock_file(path)
+        if not stat.S_ISREG(status.st_mode):
+            raise UnsafePathError(path, "it is not a regular file")
+        return status.st_size
+
+    def _sign(self, size: int) -> None:
+        # Still at the gate, so that two readers do not write at once. A full disk
+        # costs the message of a waiter its name, and must not cost us the lock.
+        record = self._stamp.record("exclusive" if self._flags is _EXCLUSIVE else "shared")
+        with contextlib.suppress(OSError):
+            os.pwrite(self._fd, record, 0)
+            if size > len(record):
+                os.ftruncate(self._fd, len(record))
+
+    def ensure_held(self) -> None:
+        """Raise ``LockLostError`` if the lock is not ours any more."""
+        if self._fd < 0:
+            raise LockLostError(self.path, "it was released")
+        if self._pid != os.getpid():
+            raise LockLostError(self.path, "it is held by the parent process, not by its fork")
+        lock_file = f"{self._side}.lock"
+        try:
+            if not is_at(lock_file, os.fstat(self._fd)):
+                what = "replaced" if os.path.lexists(lock_file) else "deleted"
+                raise LockLostError(self.path, f"its lock file {lock_file!r} was {what}")
+            # Locking again what we hold changes nothing. It fails if a network
+            # file system dropped the lock and somebody else has it by now.
+            if not _try_lock(self._fd, self._flags):
+                raise LockLostError(self.path, f"taken by {describe_owner_of(self._fd)}")
+        except (OSError, LockException) as error:
+            reason = f"its lock file cannot be checked: {system_error(error)}"
+            raise LockLostError(self.path, reason) from None
+
+    def _release(self) -> None:
+        fd, self._fd = self._fd, -1
+        # In a forked child the descriptor is closed, and its number may be in use again.
+        if fd >= 0 and self._pid == os.getpid():
+            _unlock_and_close(fd)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._release()
+
+    def __del__(self) -> None:
+        # Ctrl-C can strike between __enter__ and the body, where no __exit__ follows.
+        self._release()
+
+
+class LockManager:
+    """Locks files against other threads, processes and hosts, with files beside them.
+
+    Args:
+        timeout: seconds to wait for a lock unless a call says otherwise; 0 tries once.
+        worker: the name of this worker, shown to whoever waits for it in vain.
+
+    A killed holder frees its locks at once; a forked child does not hold the
+    locks of its parent. One manager serves any number of threads, and may be
+    pickled and copied.
+
+    Example::
+
+        locks = LockManager(timeout=10)
+        with locks.exclusive("model.keras") as held:
+            ...
+            held.ensure_held()
+            os.replace("model.keras.tmp", "model.keras")
+    """
+
+    def __init__(self, *, timeout: float = 60.0, worker: str | None = None) -> None:
+        self.timeout = checked_timeout(timeout)
+        self.worker = None if worker is None else str(worker)
+        self._stamp = OwnerStamp(self.worker)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"timeout": self.timeout, "worker": self.worker}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._stamp = OwnerStamp(self.worker)  # names the host, which may be another one now
+
+    def __repr__(self) -> str:
+        return f"LockManager(timeout={self.timeout!r}, worker={self.worker!r})"
+
+    def exclusive(
+        self, path: str | os.PathLike[str], timeout: float | None = None
+    ) -> AbstractContextManager[HeldLock]:
+        """Hold the lock on ``path`` alone."""
+        return self._lock(path, _EXCLUSIVE, timeout)
+
+    def shared(
+        self, path: str | os.PathLike[str], timeout: float | None = None
+    ) -> AbstractContextManager[HeldLock]:
+        """Hold the lock on ``path`` together with other readers, and without any writer."""
+        return self._lock(path, _SHARED, timeout)
+
+    def _lock(
+        self, path: str | os.PathLike[str], flags: LockFlags, timeout: float | None
+    ) -> FileLock:
+        seconds = self.timeout if timeout is None else checked_timeout(timeout)
+        return FileLock(checked_path(path), flags, seconds, self._stamp)
+
+    def check(self, directory: str | os.PathLike[str]) -> None:
+        """Raise ``LocksUnsupportedError`` now if files in ``directory`` cannot be locked.
+
+        Some file systems refuse locks, and some grant them to everybody: both
+        are better found before the training than at the first conflict.
+        """
+        directory = os.path.abspath(os.fsdecode(directory))
+        path = os.path.join(directory, "probe")
+        descriptors = []
+        try:
+            fd, path = open_probe_file(directory)
+            descriptors.append(fd)
+            descriptors.append(open_lock_file(path))
+            granted = [_try_lock(fd, _EXCLUSIVE) for fd in descriptors]
+        except (OSError, LockException) as error:
+            raise LocksUnsupportedError(directory, explained(path, error).facts["reason"]) from None
+        finally:
+            for fd in descriptors:
+                close_lock_file(fd)
+            if descriptors:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+        if not granted[0]:
+            raise LocksUnsupportedError(directory, "a file that was just made is locked already")
+        if granted[1]:
+            reason = "two descriptors could lock the same file at once"
+            raise LocksUnsupportedError(directory, reason)

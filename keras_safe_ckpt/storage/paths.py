@@ -1,0 +1,91 @@
+"""Which paths may be written, and directories that survive a power cut."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+from keras_safe_ckpt.errors import CheckpointWriteError, UnsafePathError
+
+#: Some network file systems cannot sync a directory and say so with these.
+_NO_DIRECTORY_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
+
+
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """The path with its directory resolved; the last component is not followed.
+
+    Symbolic links on the way are the user's own layout and fine. One at the end would send the
+    bytes elsewhere and is refused by `refuse_unsafe_target`.
+    """
+    text = os.fspath(path)
+    if not isinstance(text, str):
+        raise TypeError(f"Expected a path of type str. Received: {path!r}")
+    if "\0" in text:
+        raise UnsafePathError(text, "it contains a NUL character")
+    parent, name = os.path.split(text)
+    if name in ("", ".", ".."):
+        return Path(os.path.realpath(text))
+    return Path(os.path.realpath(parent or "."), name)
+
+
+def refuse_unsafe_target(path: Path) -> None:
+    """Raise unless ``path`` is free or a regular file, which a rename may replace."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise CheckpointWriteError(path, error) from error
+    if stat.S_ISLNK(mode):
+        raise UnsafePathError(path, "it is a symbolic link")
+    if stat.S_ISDIR(mode):
+        raise UnsafePathError(path, "it is a directory, and a file was expected")
+    if not stat.S_ISREG(mode):
+        raise UnsafePathError(path, "it is not a regular file")
+
+
+def refuse_unsafe_name(name: str, directory: Path) -> None:
+    """Raise unless ``name`` is the plain name of a file in ``directory``."""
+    shown = os.path.join(directory, name.replace("\0", "\\0"))
+    if "\0" in name:
+        raise UnsafePathError(shown, "the name contains a NUL character")
+    if not name or name in (".", "..") or "/" in name or "\\" in name:
+        raise UnsafePathError(
+            shown, f"expected the name of a file without any directory, received {name!r}"
+        )
+    if name.startswith("."):
+        raise UnsafePathError(shown, "names with a leading dot are kept for lock and temp files")
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the names in ``directory`` durable; without it a rename may come undone."""
+    if os.name == "nt":  # Windows cannot open a directory; its renames are journaled.
+        return
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_DIRECTORY_SYNC:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def make_directory(directory: Path) -> None:
+    """Create ``directory`` and what is missing above it, each one durable in its parent."""
+    missing = []
+    current = directory
+    while not current.exists():
+        missing.append(current)
+        current = current.parent
+    try:
+        for path in reversed(missing):
+            # Another worker may create it at the same moment: that is as good as ours.
+            path.mkdir(exist_ok=True)
+            sync_directory(path.parent)
+    except OSError as error:
+        raise CheckpointWriteError(directory, error) from error
+    if not directory.is_dir():
+        raise UnsafePathError(directory, "it is a file, and a directory was expected")

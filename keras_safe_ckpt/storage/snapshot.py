@@ -1,0 +1,179 @@
+"""Capture a model in milliseconds, whatever its size, while training goes on.
+
+Reading a TensorFlow variable gives a tensor that shares its memory; the next update of the
+variable writes elsewhere. A snapshot is therefore a dictionary of tensors: nothing is copied
+until training overwrites it, and then by TensorFlow, one variable at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from keras_safe_ckpt.errors import CheckpointWriteError
+from keras_safe_ckpt.storage.keras_internals import import_keras, walker
+
+_log = logging.getLogger(__name__)
+_said_slow = False
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a model was at one moment, laid out as in Keras's own files.
+
+    ``arrays`` maps the HDF5 path of each array to a tensor or NumPy array, in Keras's order;
+    ``variables`` names those that are variables of the model; ``groups`` holds the attributes
+    of each HDF5 group. The last three are there only for a whole model (``.keras``).
+    """
+
+    groups: Mapping[str, Mapping[str, str]]
+    arrays: Mapping[str, Any]
+    variables: frozenset[str] = frozenset()
+    config: str | None = None
+    metadata: str | None = None
+    assets: Mapping[str, bytes] = field(default_factory=dict)
+
+    def host_arrays(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Every array in host memory: a view of the tensor where it is there already."""
+        return {path: np.asarray(value) for path, value in self.arrays.items()}
+
+
+def capture(model: Any, *, whole_model: bool = False, scratch: Path | None = None) -> Snapshot:
+    """Take a snapshot of ``model``: its weights and optimizer, or (``whole_model``) all of it.
+
+    Call it on the thread that trains. ``scratch`` is a directory with room for one save; it is
+    only used where this version of Keras leaves no faster way.
+    """
+    _require_built(model)
+    fast, reason = walker()
+    if fast is None:
+        _say_slow_once(reason)
+        return _capture_by_saving(model, whole_model, scratch)
+
+    groups: dict[str, Mapping[str, str]] = {}
+    arrays: dict[str, Any] = {}
+    variables: set[str] = set()
+
+    def receive(group: str, attributes: Mapping[str, str], key: str | None, value: Any) -> None:
+        groups.setdefault(group, attributes)
+        if key is not None:
+            path = f"{group}/{key}"
+            arrays[path], is_variable = _without_copy(value)
+            if is_variable:
+                variables.add(path)
+
+    if not whole_model:
+        fast.record(model, receive, None)
+        return Snapshot(groups, arrays, frozenset(variables))
+    config, metadata = fast.serialize(model)
+    with tempfile.TemporaryDirectory(prefix="keras_safe_ckpt-") as directory:
+        fast.record(model, receive, Path(directory))
+        assets = _files_below(Path(directory))
+    return Snapshot(groups, arrays, frozenset(variables), config, metadata, assets)
+
+
+def _require_built(model: Any) -> None:
+    keras = import_keras()
+    if not isinstance(model, keras.Model):
+        raise TypeError(f"Expected a keras.Model. Received: {model!r} of type {type(model)}")
+    if not model.built:
+        raise ValueError(
+            "The model has no weights yet, so there is nothing to save. Call it on some data or "
+            f"use `model.build(input_shape)` first. Received: model={model.name!r}"
+        )
+
+
+def _without_copy(value: Any) -> tuple[Any, bool]:
+    """What ``value`` is now, not to change any more; and whether it is a model variable."""
+    import tensorflow as tf
+
+    keras = import_keras()
+    is_variable = isinstance(value, keras.Variable)
+    if is_variable:
+        value = value.value
+    replicas = getattr(value, "values", None)
+    if isinstance(replicas, (tuple, list)) and replicas:
+        # A mirrored variable: the local copy is at hand, reading through the strategy is slow.
+        value = replicas[0]
+    if hasattr(value, "read_value"):
+        return value.read_value(), is_variable
+    if tf.is_tensor(value):
+        return value, is_variable
+    # Memory that the layer may overwrite at any time: this one must be copied.
+    return np.array(keras.ops.convert_to_numpy(value)), is_variable
+
+
+def _files_below(directory: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(directory).as_posix(): path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
+
+
+def _say_slow_once(reason: str) -> None:
+    global _said_slow
+    if not _said_slow:
+        _said_slow = True
+        _log.warning(
+            "Saving through Keras's public functions, which blocks training while it copies "
+            "the model: %s.",
+            reason,
+        )
+
+
+def _capture_by_saving(model: Any, whole_model: bool, scratch: Path | None) -> Snapshot:
+    """Let Keras write its own file, and take the snapshot from that."""
+    try:
+        with tempfile.TemporaryDirectory(prefix=".keras_safe_ckpt-", dir=scratch) as directory:
+            if not whole_model:
+                path = Path(directory) / "model.weights.h5"
+                model.save_weights(path)
+                return Snapshot(*_read_keras_h5(path))
+            path = Path(directory) / "model.keras"
+            model.save(path)
+            with zipfile.ZipFile(path) as archive:
+                weights = Path(archive.extract("model.weights.h5", directory))
+                assets = {
+                    name.removeprefix("assets/"): archive.read(name)
+                    for name in archive.namelist()
+                    if name.startswith("assets/")
+                }
+                return Snapshot(
+                    *_read_keras_h5(weights),
+                    archive.read("config.json").decode(),
+                    archive.read("metadata.json").decode(),
+                    assets,
+                )
+    except OSError as error:
+        raise CheckpointWriteError(scratch or tempfile.gettempdir(), error) from error
+
+
+def _read_keras_h5(
+    path: Path,
+) -> tuple[dict[str, dict[str, str]], dict[str, Any], frozenset[str]]:
+    groups: dict[str, dict[str, str]] = {}
+    arrays: dict[str, Any] = {}
+
+    def visit(name: str, node: Any) -> None:
+        if isinstance(node, h5py.Group):
+            groups[name] = dict(node.attrs)
+        else:
+            array = np.asarray(node[()])
+            if node.attrs.get("dtype") == "bfloat16":
+                import ml_dtypes
+
+                array = array.view(ml_dtypes.bfloat16)
+            arrays[name] = array
+
+    with h5py.File(path, "r") as file:
+        file.visititems(visit)
+    return groups, arrays, frozenset(arrays)

@@ -1,0 +1,356 @@
+"""A directory of checkpoints: publish, load, verify, prune."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from keras_safe_ckpt.errors import (
+    CheckpointNotFoundError,
+    CheckpointWriteError,
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+    SafeCheckpointError,
+)
+from keras_safe_ckpt.storage.atomic import StagedFile, sweep_orphans
+from keras_safe_ckpt.storage.catalog import Catalog, OnSkip
+from keras_safe_ckpt.storage.events import EventLog
+from keras_safe_ckpt.storage.formats import FORMATS, format_of
+from keras_safe_ckpt.storage.formats.format import EXTRA_GROUP, StorageFormat
+from keras_safe_ckpt.storage.lock_backend import Locks
+from keras_safe_ckpt.storage.locks import LockManager
+from keras_safe_ckpt.storage.manifest import Manifest, describe_writer
+from keras_safe_ckpt.storage.paths import (
+    absolute,
+    make_directory,
+    refuse_unsafe_name,
+    sync_directory,
+)
+from keras_safe_ckpt.storage.restore import load_file
+from keras_safe_ckpt.storage.retention import Checkpoint, Retention
+from keras_safe_ckpt.storage.snapshot import Snapshot, capture
+from keras_safe_ckpt.storage.writer import BackgroundWriter
+
+_log = logging.getLogger(__name__)
+
+#: The lock of a directory is the file `.keras_safe_ckpt.lock` in it.
+LOCK_NAME = "keras_safe_ckpt"
+
+#: Asked under the lock, with what is at the target now and what is to replace it. A text is the
+#: reason to leave the incumbent in place.
+Veto = Callable[[Manifest | None, Manifest], str | None]
+
+
+def unless_newer(incumbent: Manifest | None, new: Manifest) -> str | None:
+    """Leave in place what another process published meanwhile, if it is newer."""
+    if incumbent is not None and incumbent.sequence > new.sequence:
+        return f"the one in place is newer (sequence {incumbent.sequence} > {new.sequence})"
+    return None
+
+
+class CheckpointStore:
+    """The checkpoints in ``directory``, safe to share among threads, processes and hosts.
+
+    Args:
+        directory: created if it is missing.
+        format: ``"weights_h5"`` (weights and optimizer) or ``"keras"`` (the whole model).
+        locks: a `LockManager` (default) or `RedisLocks`.
+        worker: who this process is among several, for manifests and messages.
+
+    Example::
+
+        store = CheckpointStore("checkpoints")
+        store.publish(model, step=100, metrics={"loss": 0.5})  # durable when it returns
+        store.publish(model, step=200, background=True)        # captured when it returns
+        store.load(model)                                      # the newest that is whole
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        format: str | StorageFormat = "weights_h5",
+        locks: Locks | None = None,
+        worker: str | None = None,
+    ) -> None:
+        if isinstance(format, str):
+            if format not in FORMATS:
+                raise ValueError(
+                    f"Expected format to be one of {sorted(FORMATS)}. Received: format={format!r}"
+                )
+            format = FORMATS[format]
+        self.directory = Path(os.path.realpath(absolute(directory)))
+        self.format = format
+        self.locks: Locks = LockManager(worker=worker) if locks is None else locks
+        self.worker = worker
+        make_directory(self.directory)
+        self._require_writable()
+        self.locks.check(self.directory)
+        self.events = EventLog(self.directory)
+        self._catalog = Catalog(self.directory)
+        self._writer = BackgroundWriter()
+        self._next_sweep = 0.0
+
+    def publish(
+        self,
+        model_or_snapshot: Any,
+        *,
+        step: int,
+        epoch: int | None = None,
+        batch: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+        monitor: str | None = None,
+        mode: str | None = None,
+        extra: Mapping[str, Any] | None = None,
+        extra_arrays: Mapping[str, Any] | None = None,
+        name: str | None = None,
+        veto: Veto = unless_newer,
+        retention: Retention | None = None,
+        background: bool = False,
+    ) -> Checkpoint | None:
+        """Save a model, or a snapshot taken of it before, under ``name``.
+
+        Returns the checkpoint; None if the veto kept the incumbent, or with ``background=True``,
+        where the model is captured when this returns and durable after `wait`. An error in the
+        background is raised by the next call.
+        """
+        self._writer.raise_error()
+        if name is None:
+            name = f"ckpt-{step:010d}{self.format.suffix}"
+        refuse_unsafe_name(name, self.directory)
+        if not name.endswith(self.format.suffix):
+            raise ValueError(
+                f"Expected a name that ends in {self.format.suffix!r}. Received: name={name!r}"
+            )
+        began = time.perf_counter()
+        snapshot = self._snapshot(model_or_snapshot, extra_arrays or {})
+        blocked = time.perf_counter() - began
+        draft = Manifest(
+            step=int(step),
+            epoch=None if epoch is None else int(epoch),
+            batch=None if batch is None else int(batch),
+            metrics={key: float(value) for key, value in (metrics or {}).items()},
+            monitor=monitor,
+            mode=mode,
+            extra=dict(extra or {}),
+            **describe_writer(self.worker),
+        )
+        draft.to_json()  # What is not JSON is refused now, not by the thread that saves.
+
+        def save() -> Checkpoint | None:
+            return self._save(snapshot, draft, name, veto, retention, blocked)
+
+        if background:
+            self._writer.submit(save)
+            return None
+        self._writer.wait()
+        return save()
+
+    def wait(self) -> None:
+        """Return when every save is durable; raise what one of them raised."""
+        self._writer.wait()
+
+    def checkpoints(self, on_skip: OnSkip | None = None) -> list[Checkpoint]:
+        """All files here that carry our manifest, oldest first; their arrays are not verified."""
+        return self._catalog.checkpoints(on_skip)
+
+    def latest(self, on_skip: OnSkip | None = None) -> Checkpoint | None:
+        """The newest checkpoint whose digests hold; None if there is none.
+
+        Each file passed over is reported with its reason: to ``on_skip``, else in the log.
+        """
+        return self._catalog.latest(self._report_skip if on_skip is None else on_skip)
+
+    def verify(self, path: str | os.PathLike[str]) -> Manifest:
+        """Compare every byte with the manifest; `CorruptCheckpointError` if one differs."""
+        with format_of(path := self._resolved(path)).open(path) as checkpoint:
+            checkpoint.verify()
+        return checkpoint.manifest
+
+    def load(
+        self,
+        model: Any = None,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        custom_objects: Mapping[str, Any] | None = None,
+    ) -> tuple[Any, Manifest]:
+        """Load the newest whole checkpoint, or the one at ``path``, verified.
+
+        With a ``model`` its weights and optimizer are replaced, or, if anything does not fit,
+        left as they were. Without one the file must be a ``.keras``, and a new model is made.
+        Returns the model and the manifest.
+        """
+        self._writer.wait()
+        began = time.perf_counter()
+        if path is None:
+            source, model, manifest = self._load_newest(model, custom_objects)
+        else:
+            source = self._resolved(path)
+            model, manifest = load_file(source, model, custom_objects)
+        self.events.record(
+            "restore",
+            **_position(manifest, source.name),
+            seconds=time.perf_counter() - began,
+        )
+        return model, manifest
+
+    def extra_arrays(self, path: str | os.PathLike[str]) -> dict[str, np.ndarray[Any, Any]]:
+        """The arrays that were published beside those of the model, verified."""
+        prefix = f"{EXTRA_GROUP}/"
+        with format_of(path := self._resolved(path)).open(path) as checkpoint:
+            return {
+                name.removeprefix(prefix): np.array(checkpoint.read_array(name))
+                for name in checkpoint.manifest.arrays
+                if name.startswith(prefix)
+            }
+
+    def prune(self, policy: Retention) -> list[Path]:
+        """Delete what ``policy`` does not keep; return what was deleted.
+
+        Only files that carry our manifest are ever touched, and none before one that stays has
+        been verified.
+        """
+        self._writer.wait()
+        with self.locks.exclusive(self.directory / LOCK_NAME) as lock:
+            return self._prune(policy, lock.ensure_held)
+
+    def _save(
+        self,
+        snapshot: Snapshot,
+        draft: Manifest,
+        name: str,
+        veto: Veto,
+        retention: Retention | None,
+        blocked: float,
+    ) -> Checkpoint | None:
+        """The way of a checkpoint; runs on whichever thread saves."""
+        began = time.perf_counter()
+        target = self.directory / name
+        facts = _position(draft, name)
+        try:
+            self._sweep()
+            draft = replace(draft, sequence=self._next_sequence())
+            with StagedFile(target, step=draft.step) as staged:
+                manifest = self.format.write(staged, snapshot, draft)
+                staged.sync()
+                # Locked only now, for milliseconds: the bytes are on the disk already.
+                with self.locks.exclusive(self.directory / LOCK_NAME) as lock:
+                    reason = veto(self._incumbent(target), manifest)
+                    if reason is not None:
+                        self.events.record("skip", reason=reason, **facts)
+                        return None
+                    lock.ensure_held()
+                    staged.commit()
+                    self._catalog.remember(target, manifest)
+                    size = os.path.getsize(target)
+                    if retention is not None:
+                        self._prune(retention, lock.ensure_held)
+        except SafeCheckpointError as error:
+            self.events.record("error", error=str(error), kind=type(error).__name__, **facts)
+            raise
+        self.events.record(
+            "save",
+            **facts,
+            sequence=manifest.sequence,
+            metrics=dict(manifest.metrics),
+            bytes=size,
+            blocked_seconds=blocked,
+            seconds=time.perf_counter() - began,
+        )
+        return Checkpoint(target, manifest)
+
+    def _snapshot(self, source: Any, extra_arrays: Mapping[str, Any]) -> Snapshot:
+        snapshot = (
+            source
+            if isinstance(source, Snapshot)
+            else capture(source, whole_model=self.format.whole_model, scratch=self.directory)
+        )
+        added = {f"{EXTRA_GROUP}/{key}": value for key, value in extra_arrays.items()}
+        return replace(snapshot, arrays={**snapshot.arrays, **added})
+
+    def _next_sequence(self) -> int:
+        return 1 + max((c.manifest.sequence for c in self.checkpoints()), default=0)
+
+    def _incumbent(self, target: Path) -> Manifest | None:
+        try:
+            return self._catalog.manifest_of(target)
+        except (CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError):
+            return None  # Nothing there, or nothing that could be compared: to be replaced.
+
+    def _prune(self, policy: Retention, ensure_held: Callable[[], None]) -> list[Path]:
+        present = self.checkpoints()
+        kept = {checkpoint.path for checkpoint in policy.keep(present)}
+        doomed = [checkpoint.path for checkpoint in present if checkpoint.path not in kept]
+        if not doomed or not any(self._catalog.is_whole(p, self._report_skip) for p in kept):
+            return []
+        ensure_held()
+        try:
+            for path in doomed:
+                path.unlink(missing_ok=True)
+                self._catalog.forget(path)
+            sync_directory(self.directory)
+        except OSError as error:
+            raise CheckpointWriteError(self.directory, error) from error
+        self.events.record("prune", files=[path.name for path in doomed])
+        return doomed
+
+    def _load_newest(
+        self, model: Any, custom_objects: Mapping[str, Any] | None
+    ) -> tuple[Path, Any, Manifest]:
+        skipped: list[str] = []
+
+        def report(path: Path, reason: str) -> None:
+            skipped.append(reason)
+            self._report_skip(path, reason)
+
+        for checkpoint in reversed(self.checkpoints(report)):
+            try:
+                return checkpoint.path, *load_file(checkpoint.path, model, custom_objects)
+            except (CheckpointNotFoundError, CorruptCheckpointError) as error:
+                report(checkpoint.path, str(error))
+        if skipped:
+            raise CorruptCheckpointError(
+                self.directory, "none of its files is whole:\n  " + "\n  ".join(skipped)
+            )
+        raise CheckpointNotFoundError(self.directory, "the directory holds no checkpoint")
+
+    def _resolved(self, path: str | os.PathLike[str]) -> Path:
+        return absolute(self.directory / path)
+
+    def _report_skip(self, path: Path, reason: str) -> None:
+        _log.warning("Passed over %s: %s", path.name, reason)
+        self.events.record("pass_over", file=path.name, reason=reason)
+
+    def _sweep(self) -> None:
+        """Remove what dead writers left; rarely where looking takes long (a huge directory)."""
+        began = time.monotonic()
+        if began < self._next_sweep:
+            return
+        try:
+            swept = sweep_orphans(self.directory)
+        except OSError as error:
+            raise CheckpointWriteError(self.directory, error) from error
+        ended = time.monotonic()
+        self._next_sweep = ended + 20 * (ended - began)
+        if swept:
+            self.events.record("sweep", files=swept)
+
+    def _require_writable(self) -> None:
+        if not os.access(self.directory, os.W_OK | os.X_OK):
+            raise CheckpointWriteError(self.directory, PermissionError(13, "Permission denied"))
+
+
+def _position(manifest: Manifest, name: str) -> dict[str, Any]:
+    return {
+        "file": name,
+        "step": manifest.step,
+        "epoch": manifest.epoch,
+        "batch": manifest.batch,
+    }

@@ -1,0 +1,90 @@
+"""Names of temporary files that tell who is writing them, so that orphans can be swept.
+
+A name carries the boot id of the kernel (rather than a host name, which clones and containers
+share), the process id and the time at which that process started (process 7 of a restarted
+container is not process 7 of the one before).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import secrets
+from pathlib import Path
+from typing import NamedTuple
+
+_PATTERN = re.compile(
+    r"^\..+\.(?P<boot>[0-9a-f]{8})-(?P<pid>\d+)-(?P<start>\d+)-[0-9a-f]{12}\.kscktmp$"
+)
+#: Room for the owner's part within the 255 bytes that file systems allow.
+_LONGEST_STEM_BYTES = 160
+
+
+class TempOwner(NamedTuple):
+    """Who created a temporary file."""
+
+    boot: str
+    pid: int
+    start: int
+
+    def is_on_this_machine(self) -> bool:
+        return self.boot == _boot_id()
+
+    def is_running(self) -> bool:
+        """Whether that very process still runs; only meaningful on this machine."""
+        return _start_time(self.pid) == self.start
+
+
+def new_temp_name(target_name: str) -> str:
+    """A name that nobody else has, for the file that is to become ``target_name``."""
+    stem = target_name.encode(errors="surrogateescape")[:_LONGEST_STEM_BYTES]
+    pid = os.getpid()
+    owner = f"{_boot_id()}-{pid}-{_start_time(pid) or 0}-{secrets.token_hex(6)}"
+    return f".{stem.decode(errors='ignore')}.{owner}.kscktmp"
+
+
+def owner_of(name: str) -> TempOwner | None:
+    """The owner in the name of a temporary file of ours; None for any other file."""
+    match = _PATTERN.match(name)
+    if match is None:
+        return None
+    return TempOwner(match["boot"], int(match["pid"]), int(match["start"]))
+
+
+@functools.cache
+def _boot_id() -> str:
+    try:
+        text = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+        return text.replace("-", "")[:8]
+    except OSError:
+        # No such file outside Linux: the machine's node number is the next best thing.
+        import uuid
+
+        return f"{uuid.getnode() & 0xFFFFFFFF:08x}"
+
+
+def _start_time(pid: int) -> int | None:
+    """Clock ticks from boot to the start of ``pid``; None if there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except FileNotFoundError:
+        if os.path.exists("/proc/self/stat"):
+            return None
+        return _start_time_without_proc(pid)
+    except ProcessLookupError:
+        return None
+    # The command name in parentheses may contain blanks; field 22 counts from after it.
+    return int(text.rpartition(")")[2].split()[19])
+
+
+def _start_time_without_proc(pid: int) -> int | None:
+    if os.name == "nt":
+        return 0  # os.kill would end the process there; the file lock alone decides.
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except PermissionError:
+        pass  # Alive, and somebody else's.
+    return 0

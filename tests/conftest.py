@@ -1,0 +1,40 @@
+"""Fixtures for all tests."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from processes import require_root
+
+# The contract of the locks is not a test module: without this its assertions say nothing.
+pytest.register_assert_rewrite("lock_contract")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave campaigns out unless they are asked for by ``-m campaign``."""
+    if "campaign" in (config.option.markexpr or ""):
+        return
+    chosen = [item for item in items if not item.get_closest_marker("campaign")]
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = chosen
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mounts a real file system with the given options, to fill it up or make it read-only."""
+    require_root()
+    mounted: list[Path] = []
+
+    def mount(options: str) -> Path:
+        folder = tmp_path / f"disk{len(mounted)}"
+        folder.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], check=True)
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", "-l", folder], check=True)

@@ -1,0 +1,18 @@
+"""TensorFlow and Keras for the tests: quiet, and with two virtual CPU devices.
+
+Import them from here, so that the devices are set up before anything else uses TensorFlow.
+"""
+
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
+
+import tensorflow as tf
+
+_cpu = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(_cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+
+import keras
+
+__all__ = ["keras", "tf"]

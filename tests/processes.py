@@ -1,0 +1,94 @@
+"""Run Python code in real processes, watched, killed and disturbed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).resolve().parent.parent
+
+#: Makes and publishes snapshots without TensorFlow, so that a child starts in a fraction of a second.
+PRELUDE = """
+import os, sys, json
+import numpy as np
+from keras_safe_ckpt import CheckpointStore
+from keras_safe_ckpt.storage.snapshot import Snapshot
+
+def snapshot(seed, size=1000):
+    rng = np.random.default_rng(seed)
+    arrays = {f"layers/dense/vars/{i}": rng.random((size,), "float32") for i in range(3)}
+    config = '{"class_name": "Sequential"}'
+    return Snapshot({"layers/dense/vars": {"name": "dense"}}, arrays, config=config,
+                    metadata='{"keras_version": "3.15.1"}')
+"""
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(PROJECT), "TF_CPP_MIN_LOG_LEVEL": "3"}
+
+
+def start(code: str, *arguments: object, prefix: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    """Start ``code`` in a new interpreter; ``prefix`` goes before the command."""
+    return subprocess.Popen(
+        [*prefix, sys.executable, "-c", PRELUDE + code, *map(str, arguments)],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(
+    code: str, *arguments: object, prefix: tuple[str, ...] = (), timeout: float = 120
+) -> subprocess.CompletedProcess[str]:
+    """Run ``code`` to its end."""
+    process = start(code, *arguments, prefix=prefix)
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        raise AssertionError(f"still running after {timeout} s:\n{out}\n{err}") from None
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def run_ok(code: str, *arguments: object, **options: object) -> str:
+    """Run ``code``, which must succeed; return what it printed."""
+    done = run(code, *arguments, **options)  # type: ignore[arg-type]
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def strace(*injections: str) -> tuple[str, ...]:
+    """The prefix that makes system calls fail, or kill the caller."""
+    if shutil.which("strace") is None:
+        pytest.skip("strace is not installed (apt-get install strace)")
+    options = [option for injection in injections for option in ("-e", f"inject={injection}")]
+    traced = ",".join(sorted({injection.split(":")[0] for injection in injections}))
+    return ("strace", "-f", "-qq", "-o", "/dev/null", "-e", f"trace={traced}", *options)
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s until {what}"
+        time.sleep(0.002)
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """kill -9, and wait until it is gone."""
+    process.send_signal(signal.SIGKILL)
+    process.wait(30)
+
+
+def require_root() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount a file system")

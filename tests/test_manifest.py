@@ -1,0 +1,126 @@
+"""What a checkpoint says about itself, read without trust."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keras_safe_ckpt import CorruptCheckpointError, SafeCheckpointError
+from keras_safe_ckpt.storage.manifest import (
+    LARGEST_BYTES,
+    ArrayRecord,
+    Manifest,
+    describe_writer,
+)
+
+
+def example() -> Manifest:
+    return Manifest(
+        step=3,
+        epoch=1,
+        metrics={"loss": 0.1, "nan": math.nan, "inf": math.inf},
+        extra={"deep": [1, {"a": "ä"}]},
+        arrays={"layers/dense/vars/0": ArrayRecord((2, 3), "float32", "ab" * 16)},
+        members={"config.json": "cd" * 16},
+        **describe_writer("worker 1"),
+    )
+
+
+def test_survives_writing_and_reading():
+    manifest = example()
+    again = Manifest.from_json(manifest.to_json(), "x")
+    assert again.to_json() == manifest.to_json()
+    assert again.arrays == manifest.arrays
+    assert again.worker == "worker 1"
+    assert math.isnan(again.metrics["nan"])
+
+
+def test_padding_is_allowed():
+    assert Manifest.from_json(example().to_json() + b" " * 100, "x").step == 3
+
+
+def test_length_does_not_depend_on_the_digests():
+    blank = Manifest(arrays={"a": ArrayRecord((1,), "int8")})
+    full = Manifest(arrays={"a": ArrayRecord((1,), "int8", "f" * 32)}, structure="e" * 32)
+    assert len(blank.to_json()) == len(full.to_json())
+
+
+def test_any_changed_value_is_noticed():
+    document = json.loads(example().to_json())
+    document["manifest"]["metrics"]["loss"] = 0.2
+    with pytest.raises(CorruptCheckpointError, match="own digest"):
+        Manifest.from_json(json.dumps(document).encode(), "x")
+
+
+def resigned(**changes: object) -> bytes:
+    """A manifest with these fields whose digest is right: only its content is wrong."""
+    import xxhash
+
+    body = json.loads(example().to_json())["manifest"]
+    body.update(changes)
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return json.dumps({"digest": xxhash.xxh3_128(text.encode()).hexdigest(), "manifest": body}).encode()
+
+
+def test_a_resigned_manifest_is_read():
+    assert Manifest.from_json(resigned(step=9), "x").step == 9
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"step": "3"},
+        {"sequence": None},
+        {"metrics": [1]},
+        {"metrics": {"loss": "low"}},
+        {"arrays": {"a": {"shape": [-1], "dtype": "int8", "digest": ""}}},
+        {"arrays": {"a": {"shape": [1 << 40, 1 << 40], "dtype": "int8", "digest": ""}}},
+        {"arrays": {"a": {"shape": "3", "dtype": "int8", "digest": ""}}},
+        {"arrays": {"a": {"dtype": "int8"}}},
+        {"arrays": []},
+        {"unknown_field": 1},
+        {"wall_time": "now"},
+        {"format_version": "new"},
+    ],
+)
+def test_malformed_fields_are_refused(changes):
+    with pytest.raises(CorruptCheckpointError) as caught:
+        Manifest.from_json(resigned(**changes), "some/path")
+    assert caught.value.path == "some/path"
+
+
+def test_huge_and_deep_documents_are_refused():
+    with pytest.raises(CorruptCheckpointError, match="bytes"):
+        Manifest.from_json(b" " * (LARGEST_BYTES + 1), "x")
+    with pytest.raises(CorruptCheckpointError):
+        Manifest.from_json(b"[" * 1_000_000, "x")
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=200))
+def test_garbage_is_an_error_of_the_tree(data):
+    with pytest.raises(SafeCheckpointError):
+        Manifest.from_json(data, "x")
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(sorted(json.loads(example().to_json())["manifest"])), json_values)
+def test_any_json_in_any_field_is_read_or_refused(field, value):
+    try:
+        manifest = Manifest.from_json(resigned(**{field: value}), "x")
+    except SafeCheckpointError as error:
+        refused = str(error)
+        assert refused  # noqa: PT017  # Either outcome is right; a crash is not.
+    else:
+        assert manifest.to_json()

@@ -1,0 +1,563 @@
+"""A directory of checkpoints: order, choice, retention, events, background."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+import pickle
+import shutil
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from processes import run, run_ok, start
+from snapshots import make_snapshot, stored_seed
+
+from keras_safe_ckpt import (
+    CheckpointNotFoundError,
+    CheckpointStore,
+    CheckpointWriteError,
+    CorruptCheckpointError,
+    KeepAny,
+    KeepBest,
+    KeepNewest,
+    LockLostError,
+    LockManager,
+    LockTimeoutError,
+    UnsafePathError,
+)
+from keras_safe_ckpt.storage.store import LOCK_NAME
+
+
+@pytest.fixture(params=["weights_h5", "keras"])
+def store(request, tmp_path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "store", format=request.param)
+
+
+def names(store: CheckpointStore) -> list[str]:
+    return [checkpoint.path.name for checkpoint in store.checkpoints()]
+
+
+def flip(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 0x10
+    path.write_bytes(data)
+
+
+def damage_data(store: CheckpointStore, path: Path) -> None:
+    """Change one bit of the data of an array, and nothing else."""
+    needle = make_snapshot(stored_seed(store, path)).arrays["layers/dense/vars/1"].tobytes()
+    flip(path, path.read_bytes().index(needle) + 100)
+
+
+def events(store: CheckpointStore, kind: str) -> list[dict]:
+    return [event for event in store.events.read() if event["event"] == kind]
+
+
+def test_what_is_published_comes_back(store):
+    published = store.publish(
+        make_snapshot(7),
+        step=12,
+        epoch=3,
+        batch=4,
+        metrics={"val_loss": np.float32(0.5)},
+        monitor="val_loss",
+        mode="min",
+        extra={"history": [1, 2, {"a": None}]},
+        extra_arrays={"seed_generator/0": np.arange(2, dtype="uint32")},
+    )
+    latest = CheckpointStore(store.directory).latest()
+    assert latest == published
+    manifest = latest.manifest
+    assert (manifest.step, manifest.epoch, manifest.batch) == (12, 3, 4)
+    assert manifest.metrics == {"val_loss": 0.5}
+    assert (manifest.monitor, manifest.mode) == ("val_loss", "min")
+    assert manifest.extra == {"history": [1, 2, {"a": None}]}
+    assert manifest.pid == os.getpid()
+    assert manifest.versions.keys() >= {"keras", "tensorflow", "python", "keras_safe_ckpt"}
+    extra = store.extra_arrays(latest.path)
+    assert list(extra) == ["seed_generator/0"]
+    assert extra["seed_generator/0"].tolist() == [0, 1]
+    assert type(extra["seed_generator/0"]) is np.ndarray
+
+
+def test_newest_is_by_order_of_saving_not_by_step_or_clock(store, monkeypatch):
+    store.publish(make_snapshot(1), step=1000)
+    monkeypatch.setattr("time.time", lambda: 1000.0)  # The clock jumped back by decades,
+    other = CheckpointStore(store.directory, format=store.format)
+    other.publish(make_snapshot(2), step=10)  # and a new run began at a lower step.
+    assert store.latest().manifest.step == 10
+    assert [c.manifest.sequence for c in store.checkpoints()] == [1, 2]
+
+
+def test_latest_of_an_empty_directory_is_none(store):
+    assert store.latest() is None
+    with pytest.raises(CheckpointNotFoundError, match="no checkpoint"):
+        store.load(object())
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "garbage"])
+def test_damaged_newest_is_passed_over_by_name_and_reason(store, damage, caplog):
+    store.publish(make_snapshot(1), step=1)
+    bad = store.publish(make_snapshot(2), step=2).path
+    if damage == "flip":
+        damage_data(store, bad)
+    elif damage == "truncate":
+        os.truncate(bad, bad.stat().st_size * 2 // 3)
+    elif damage == "empty":
+        os.truncate(bad, 0)
+    else:
+        bad.write_bytes(os.urandom(5000))
+    reported: list[tuple[str, str]] = []
+    fresh = CheckpointStore(store.directory)
+    assert fresh.latest(lambda path, why: reported.append((path.name, why))).manifest.step == 1
+    assert [name for name, _ in reported] == [bad.name]
+    assert bad.name in reported[0][1]
+    if damage == "flip":
+        assert "layers/dense/vars/1" in reported[0][1]
+    with caplog.at_level(logging.WARNING):
+        assert fresh.latest().manifest.step == 1
+    assert bad.name in caplog.text
+    assert events(store, "pass_over")[0]["file"] == bad.name
+    with pytest.raises(CorruptCheckpointError) as caught:
+        fresh.verify(bad)
+    assert caught.value.path == str(bad)
+
+
+def test_all_damaged_are_all_named(store):
+    paths = [store.publish(make_snapshot(n), step=n).path for n in (1, 2)]
+    for path in paths:
+        os.truncate(path, 100)
+    with pytest.raises(CorruptCheckpointError) as caught:
+        CheckpointStore(store.directory).load(object())
+    assert all(path.name in str(caught.value) for path in paths)
+
+
+def test_file_damaged_after_it_was_verified_is_noticed(store):
+    path = store.publish(make_snapshot(1), step=1).path
+    assert store.latest() is not None
+    damage_data(store, path)
+    assert store.latest() is None
+
+
+def test_same_name_is_replaced(store):
+    name = f"best{store.format.suffix}"
+    store.publish(make_snapshot(1), step=1, name=name)
+    store.publish(make_snapshot(2), step=2, name=name)
+    assert names(store) == [name]
+    assert stored_seed(store) == 2
+
+
+def test_veto_under_the_lock_keeps_the_incumbent(store):
+    name = f"best{store.format.suffix}"
+
+    def only_better(incumbent, new):
+        if incumbent is not None and incumbent.metrics["loss"] <= new.metrics["loss"]:
+            return "worse"
+        return None
+
+    for seed, loss in enumerate([0.5, 0.7, 0.3, 0.4]):
+        publisher = CheckpointStore(store.directory, format=store.format)
+        publisher.publish(
+            make_snapshot(seed), step=seed, name=name, metrics={"loss": loss}, veto=only_better
+        )
+    assert stored_seed(store) == 2
+    assert [event["reason"] for event in events(store, "skip")] == ["worse", "worse"]
+    assert sorted(os.listdir(store.directory)) == [
+        f".{LOCK_NAME}.gate", f".{LOCK_NAME}.lock", name, "events.jsonl",
+    ]  # fmt: skip
+
+
+def test_slower_writer_does_not_replace_a_newer_checkpoint(store):
+    """Between writing and publishing, another process published a later one."""
+    name = f"model{store.format.suffix}"
+    other = CheckpointStore(store.directory, format=store.format)
+    real = store.format.write
+
+    class Overtaken:
+        suffix, whole_model = store.format.suffix, store.format.whole_model
+        open = staticmethod(store.format.open)
+
+        def write(self, staged, snapshot, draft):
+            for seed in (5, 6):
+                other.publish(make_snapshot(seed), step=seed, name=name)
+            return real(staged, snapshot, draft)
+
+    slow = CheckpointStore(store.directory, format=Overtaken())
+    assert slow.publish(make_snapshot(1), step=1, name=name) is None
+    assert stored_seed(store) == 6
+
+
+def test_eight_processes_race_for_the_best(tmp_path):
+    code = """
+def only_better(incumbent, new):
+    if incumbent is not None and incumbent.metrics["loss"] <= new.metrics["loss"]:
+        return "worse"
+store = CheckpointStore(sys.argv[1])
+rng = np.random.default_rng(int(sys.argv[2]))
+losses = rng.random(15).tolist()
+for step, loss in enumerate(losses):
+    store.publish(snapshot(0), step=step, name="best.weights.h5", metrics={"loss": loss},
+                  veto=only_better)
+print(min(losses))
+"""
+    children = [start(code, tmp_path, n) for n in range(8)]
+    best = []
+    for child in children:
+        out, err = child.communicate(timeout=240)
+        assert child.returncode == 0, err
+        best.append(float(out))
+    store = CheckpointStore(tmp_path)
+    assert store.latest().manifest.metrics["loss"] == min(best)
+    assert [n for n in os.listdir(tmp_path) if n.endswith(".kscktmp")] == []
+
+
+def test_lock_timeout_leaves_everything_as_it_was(store):
+    store.publish(make_snapshot(1), step=1)
+    impatient = CheckpointStore(
+        store.directory, format=store.format, locks=LockManager(timeout=0.05)
+    )
+    with LockManager().exclusive(store.directory / LOCK_NAME), pytest.raises(LockTimeoutError):
+        impatient.publish(make_snapshot(2), step=2)
+    assert names(store) == names(impatient) == [f"ckpt-0000000001{store.format.suffix}"]
+    assert [n for n in os.listdir(store.directory) if n.endswith(".kscktmp")] == []
+    assert events(store, "error")[0]["kind"] == "LockTimeoutError"
+
+
+def test_lost_lock_prevents_the_commit(store):
+    store.publish(make_snapshot(1), step=1)
+
+    def delete_lock_file(incumbent, new):
+        (store.directory / f".{LOCK_NAME}.lock").unlink()
+
+    with pytest.raises(LockLostError):
+        store.publish(
+            make_snapshot(2), step=1, name=names(store)[0], veto=delete_lock_file
+        )
+    assert stored_seed(store) == 1
+
+
+def test_store_refuses_a_directory_where_locks_do_not_work(tmp_path):
+    class NoLocks(LockManager):
+        def check(self, directory):
+            raise CheckpointWriteError(directory, "no locks here")
+
+    with pytest.raises(CheckpointWriteError, match="no locks here"):
+        CheckpointStore(tmp_path, locks=NoLocks())
+
+
+# Retention
+
+
+def publish_many(store: CheckpointStore, losses: list[float]) -> None:
+    for step, loss in enumerate(losses):
+        store.publish(make_snapshot(step), step=step, metrics={"loss": loss})
+
+
+def steps(store: CheckpointStore) -> list[int]:
+    return [checkpoint.manifest.step for checkpoint in store.checkpoints()]
+
+
+def test_prune_keeps_the_newest(store):
+    publish_many(store, [1, 2, 3, 4])
+    deleted = store.prune(KeepNewest(2))
+    assert [path.name[:15] for path in deleted] == ["ckpt-0000000000", "ckpt-0000000001"]
+    assert steps(store) == [2, 3]
+    assert events(store, "prune")[0]["files"] == [path.name for path in deleted]
+
+
+def test_prune_keeps_the_best_and_the_newest(store):
+    publish_many(store, [3, 1, 2, float("nan"), 5])
+    store.prune(KeepAny((KeepBest(2, "loss"), KeepNewest(1))))
+    assert steps(store) == [1, 2, 4]
+    store.prune(KeepBest(1, "loss", mode="max"))
+    assert steps(store) == [4]
+
+
+def test_of_equals_the_newest_is_the_best(store):
+    publish_many(store, [1, 1, 1])
+    store.prune(KeepBest(1, "loss"))
+    assert steps(store) == [2]
+
+
+def test_retention_at_publishing(store):
+    for step in range(5):
+        store.publish(make_snapshot(step), step=step, retention=KeepNewest(2))
+    assert steps(store) == [3, 4]
+
+
+def test_prune_never_touches_what_is_not_ours(store):
+    publish_many(store, [1, 2])
+    foreign = {
+        f"mine{store.format.suffix}": os.urandom(100),
+        "notes.txt": b"x",
+        f"ckpt-0000000000-copy{store.format.suffix}": b"",
+    }
+    for name, data in foreign.items():
+        (store.directory / name).write_bytes(data)
+    store.prune(KeepNewest(1))
+    assert steps(store) == [1]
+    for name, data in foreign.items():
+        assert (store.directory / name).read_bytes() == data
+
+
+def test_prune_deletes_nothing_unless_a_whole_one_stays(store):
+    publish_many(store, [1, 2])
+    newest = store.checkpoints()[-1].path
+    damage_data(store, newest)
+    assert CheckpointStore(store.directory).prune(KeepNewest(1)) == []
+    assert CheckpointStore(store.directory).latest().manifest.step == 0
+
+
+@pytest.mark.parametrize("count", [0, -1, 1.5, True, "2"])
+def test_retention_refuses_nonsense(count):
+    for policy in (lambda: KeepNewest(count), lambda: KeepBest(count, "loss")):
+        with pytest.raises(ValueError, match="at least 1"):
+            policy()
+
+
+def test_retention_refuses_an_unknown_mode():
+    with pytest.raises(ValueError, match="mode='up'"):
+        KeepBest(1, "loss", mode="up")
+
+
+# Bad input
+
+
+def test_unknown_format():
+    with pytest.raises(ValueError, match=r"'keras', 'weights_h5'.*format='h5'"):
+        CheckpointStore("x", format="h5")
+    assert not os.path.exists("x")
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "..", ".hidden", "", "nul\0", "a\\b"])
+def test_unsafe_names_are_refused(store, name):
+    before = os.listdir(store.directory)
+    with pytest.raises(UnsafePathError):
+        store.publish(make_snapshot(), step=1, name=name + store.format.suffix if name else name)
+    assert os.listdir(store.directory) == before
+
+
+def test_wrong_ending_is_refused(store):
+    with pytest.raises(ValueError, match="ends in"):
+        store.publish(make_snapshot(), step=1, name="model.h5")
+
+
+def test_what_is_not_json_is_refused_at_once(store):
+    with pytest.raises(TypeError):
+        store.publish(make_snapshot(), step=1, extra={"x": object()}, background=True)
+    store.wait()
+
+
+def test_what_is_not_a_model_is_refused(store):
+    with pytest.raises(TypeError, match=r"keras\.Model"):
+        store.publish("model", step=1)
+
+
+def test_directory_that_is_a_file(tmp_path):
+    (tmp_path / "file").write_bytes(b"x")
+    with pytest.raises(UnsafePathError, match="directory was expected"):
+        CheckpointStore(tmp_path / "file")
+
+
+def test_missing_and_strange_files(store):
+    with pytest.raises(CheckpointNotFoundError):
+        store.verify(f"none{store.format.suffix}")
+    with pytest.raises(CorruptCheckpointError, match="ends in"):
+        store.verify("notes.txt")
+    folder = store.directory / f"folder{store.format.suffix}"
+    folder.mkdir()
+    with pytest.raises(CorruptCheckpointError, match="not a regular file"):
+        store.verify(folder)
+    os.mkfifo(store.directory / f"pipe{store.format.suffix}")
+    with pytest.raises(CorruptCheckpointError, match="not a regular file"):
+        store.verify(f"pipe{store.format.suffix}")
+    assert store.latest() is None
+
+
+def test_weights_alone_make_no_model(tmp_path):
+    store = CheckpointStore(tmp_path)
+    store.publish(make_snapshot(), step=1)
+    with pytest.raises(ValueError, match=r"Only a \.keras file"):
+        store.load()
+
+
+def test_symlink_among_the_checkpoints_is_not_one(store):
+    store.publish(make_snapshot(1), step=1)
+    (store.directory / f"link{store.format.suffix}").symlink_to(store.checkpoints()[0].path)
+    assert len(store.checkpoints()) == 1
+
+
+def test_directory_removed_under_the_store(store):
+    shutil.rmtree(store.directory)
+    assert store.checkpoints() == []
+    with pytest.raises(CheckpointWriteError):
+        store.publish(make_snapshot(1), step=1)
+
+
+# Events
+
+
+def test_events_tell_what_happened(store):
+    store.publish(make_snapshot(1), step=1, epoch=0, batch=5, metrics={"loss": 0.5})
+    (event,) = events(store, "save")
+    assert event["step"] == 1
+    assert event["batch"] == 5
+    assert event["metrics"] == {"loss": 0.5}
+    assert event["bytes"] == store.checkpoints()[0].path.stat().st_size
+    assert 0 <= event["blocked_seconds"] < 10
+    assert 0 < event["seconds"] < 60
+
+
+def test_events_survive_a_cut_line_and_a_full_disk(store, caplog):
+    store.events.path.write_bytes(b'{"event": "save", "st')
+    store.events.record("first")
+    assert [event["event"] for event in store.events.read()] == ["first"]
+    store.events.path.unlink()
+    store.events.path.mkdir()
+    with caplog.at_level(logging.WARNING):
+        store.publish(make_snapshot(1), step=1)
+        store.publish(make_snapshot(2), step=2)
+    assert caplog.text.count("events are lost") == 1
+    assert stored_seed(store) == 2
+
+
+def test_event_log_does_not_follow_a_link(store, tmp_path):
+    (tmp_path / "victim").write_bytes(b"precious")
+    store.events.path.symlink_to(tmp_path / "victim")
+    store.publish(make_snapshot(1), step=1)
+    assert (tmp_path / "victim").read_bytes() == b"precious"
+
+
+def test_events_of_many_processes_are_whole_lines(tmp_path):
+    code = """
+from keras_safe_ckpt.storage.events import EventLog
+from pathlib import Path
+log = EventLog(Path(sys.argv[1]))
+for n in range(200):
+    log.record("tick", n=n, who=sys.argv[2], padding="x" * 200)
+"""
+    children = [start(code, tmp_path, n) for n in range(4)]
+    assert [child.wait(60) for child in children] == [0] * 4
+    lines = (tmp_path / "events.jsonl").read_text().splitlines()
+    assert len(lines) == 800
+    assert len({(e["who"], e["n"]) for e in map(json.loads, lines)}) == 800
+
+
+# Background
+
+
+def test_background_save_is_durable_after_wait(store):
+    assert store.publish(make_snapshot(1), step=1, background=True) is None
+    store.wait()
+    assert stored_seed(store) == 1
+    assert threading.active_count() == 1 or not any(
+        "keras_safe_ckpt" in thread.name for thread in threading.enumerate()
+    )
+
+
+def test_background_error_comes_back_at_the_next_call(store, caplog):
+    (store.directory / f"taken{store.format.suffix}").mkdir()
+    for next_call in (
+        store.wait,
+        lambda: store.load(object()),
+        lambda: store.prune(KeepNewest(1)),
+        lambda: store.publish(make_snapshot(2), step=2),
+        lambda: store.publish(make_snapshot(2), step=2, background=True),
+    ):
+        store.publish(make_snapshot(1), step=1, name=f"taken{store.format.suffix}", background=True)
+        with pytest.raises(UnsafePathError, match="directory"):
+            next_call()
+            store.wait()
+    assert "in the background failed" in caplog.text
+    store.wait()  # Once said, it is over.
+
+
+def test_second_save_waits_for_the_first(store):
+    first_may_go, order = threading.Event(), []
+
+    def slow(incumbent, new):
+        assert first_may_go.wait(60)
+        order.append("first")
+
+    def quick(incumbent, new):
+        order.append("second")
+
+    store.publish(make_snapshot(1), step=1, veto=slow, background=True)
+    caller = threading.Thread(
+        target=lambda: store.publish(make_snapshot(2), step=2, veto=quick, background=True)
+    )
+    caller.start()
+    caller.join(0.2)
+    assert caller.is_alive()
+    first_may_go.set()
+    caller.join(60)
+    store.wait()
+    assert order == ["first", "second"]
+
+
+@pytest.mark.parametrize("ending", ["", "raise RuntimeError('boom')", "sys.exit(3)"])
+def test_pending_save_finishes_before_the_interpreter_exits(tmp_path, ending):
+    code = f"""
+store = CheckpointStore(sys.argv[1])
+store.publish(snapshot(1, 3_000_000), step=1, background=True)
+{ending}
+"""
+    done = run(code, tmp_path)
+    assert done.returncode == {"": 0, "sys.exit(3)": 3}.get(ending, 1)
+    assert CheckpointStore(tmp_path).latest().manifest.step == 1
+
+
+def test_background_error_without_another_call_is_still_said(tmp_path):
+    code = """
+store = CheckpointStore(sys.argv[1])
+os.mkdir(sys.argv[1] + "/taken.weights.h5")
+store.publish(snapshot(1), step=1, name="taken.weights.h5", background=True)
+"""
+    done = run(code, tmp_path)
+    assert "taken.weights.h5" in done.stderr
+
+
+def test_forked_child_neither_waits_nor_loses(tmp_path):
+    """A fork (a data loader, say) in the middle of a save leaves the save to the parent."""
+    code = """
+store = CheckpointStore(sys.argv[1])
+store.publish(snapshot(1, 5_000_000), step=1, background=True)
+child = os.fork()
+if child == 0:
+    store.wait()
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+store.wait()
+print(store.latest().manifest.step)
+"""
+    assert run_ok(code, tmp_path) == "1\n"
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
+def test_copies_are_stores_of_their_own(store, clone):
+    store.publish(make_snapshot(1), step=1, background=True)
+    twin = clone(store)
+    twin.publish(make_snapshot(2), step=2)
+    store.wait()
+    assert steps(twin) == steps(store)
+    assert len(steps(store)) == 2
+
+
+def test_threads_share_a_store(store):
+    def save(number: int) -> None:
+        for step in range(5):
+            store.publish(make_snapshot(number), step=10 * number + step, background=step % 2 == 0)
+
+    threads = [threading.Thread(target=save, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    store.wait()
+    assert len(store.checkpoints()) == 20
+    for checkpoint in store.checkpoints():
+        store.verify(checkpoint.path)
