@@ -13,6 +13,6 @@ import tensorflow as tf
 _cpu = tf.config.list_physical_devices("CPU")[0]
 tf.config.set_logical_device_configuration(_cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
 
-import keras
+import keras  # noqa: E402
 
 __all__ = ["keras", "tf"]

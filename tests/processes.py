@@ -15,7 +15,7 @@ import pytest
 
 PROJECT = Path(__file__).resolve().parent.parent
 
-#: Makes and publishes snapshots without TensorFlow, so that a child starts in a fraction of a second.
+#: Makes and publishes snapshots without TensorFlow: a child starts in a fraction of a second.
 PRELUDE = """
 import os, sys, json
 import numpy as np

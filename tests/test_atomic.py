@@ -44,9 +44,14 @@ def test_content_appears_only_at_the_commit(tmp_path):
 def test_an_exception_rolls_back(tmp_path):
     target = tmp_path / "file"
     target.write_bytes(b"old")
-    with pytest.raises(KeyboardInterrupt), StagedFile(target) as staged:
-        staged.write(b"new")
-        raise KeyboardInterrupt
+
+    def interrupted() -> None:
+        with StagedFile(target) as staged:
+            staged.write(b"new")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert target.read_bytes() == b"old"
     assert temps(tmp_path) == []
 
@@ -192,9 +197,7 @@ def test_symlink_planted_during_the_write_is_refused(tmp_path):
 def test_symlink_at_the_temp_path_is_not_followed(tmp_path, monkeypatch):
     (tmp_path / "victim").write_bytes(b"precious")
     (tmp_path / ".planted").symlink_to(tmp_path / "victim")
-    monkeypatch.setattr(
-        "keras_safe_ckpt.storage.atomic.new_temp_name", lambda name: ".planted"
-    )
+    monkeypatch.setattr("keras_safe_ckpt.storage.atomic.new_temp_name", lambda name: ".planted")
     with pytest.raises(CheckpointWriteError):
         write_atomically(tmp_path / "file", b"data")
     assert (tmp_path / "victim").read_bytes() == b"precious"
@@ -271,7 +274,9 @@ def test_own_temp_is_not_swept(tmp_path):
     assert (tmp_path / "file").read_bytes() == b"data"
 
 
-def foreign_name(folder: Path, *, boot: str = "0badb007", pid: int = 1, start_time: int = 1) -> Path:
+def foreign_name(
+    folder: Path, *, boot: str = "0badb007", pid: int = 1, start_time: int = 1
+) -> Path:
     path = folder / f".file.{boot}-{pid}-{start_time}-0123456789ab.kscktmp"
     path.write_bytes(b"x")
     return path

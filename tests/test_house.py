@@ -65,8 +65,11 @@ def test_imports_point_down():
 
 
 def test_portalocker_is_imported_by_the_locks_only():
-    users = {name for name, tree in modules().items() if any(
-        target.split(".")[0] == "portalocker" for target in imported(tree))}
+    users = {
+        name
+        for name, tree in modules().items()
+        if any(target.split(".")[0] == "portalocker" for target in imported(tree))
+    }
     assert users
     assert all(name.split(".")[-1].endswith("locks") for name in users), users
 

@@ -63,7 +63,9 @@ def resigned(**changes: object) -> bytes:
     body = json.loads(example().to_json())["manifest"]
     body.update(changes)
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
-    return json.dumps({"digest": xxhash.xxh3_128(text.encode()).hexdigest(), "manifest": body}).encode()
+    return json.dumps(
+        {"digest": xxhash.xxh3_128(text.encode()).hexdigest(), "manifest": body}
+    ).encode()
 
 
 def test_a_resigned_manifest_is_read():
@@ -117,10 +119,12 @@ json_values = st.recursive(
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(sorted(json.loads(example().to_json())["manifest"])), json_values)
 def test_any_json_in_any_field_is_read_or_refused(field, value):
-    try:
-        manifest = Manifest.from_json(resigned(**{field: value}), "x")
-    except SafeCheckpointError as error:
-        refused = str(error)
-        assert refused  # noqa: PT017  # Either outcome is right; a crash is not.
-    else:
-        assert manifest.to_json()
+    def outcome() -> str:
+        try:
+            Manifest.from_json(resigned(**{field: value}), "x").to_json()
+        except SafeCheckpointError:
+            return "refused"
+        return "read"
+
+    # Either is right; any other exception goes through and fails.
+    assert outcome() in ("read", "refused")

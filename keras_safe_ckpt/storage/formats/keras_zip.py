@@ -14,7 +14,7 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,6 +28,7 @@ from keras_safe_ckpt.storage.formats.format import open_for_reading, specs_and_r
 from keras_safe_ckpt.storage.formats.hdf5_image import CHUNK_BYTES, ImageWriter, lay_out
 from keras_safe_ckpt.storage.formats.hdf5_reader import FileWindow, Hdf5Reader
 from keras_safe_ckpt.storage.manifest import LARGEST_BYTES, Manifest
+from keras_safe_ckpt.storage.overlap import OverlappedWriter
 from keras_safe_ckpt.storage.snapshot import Snapshot
 
 MANIFEST_KEY = "keras_safe_ckpt"
@@ -51,31 +52,39 @@ class KerasZip:
             _CONFIG: snapshot.config.encode(),
             **{f"assets/{name}": data for name, data in snapshot.assets.items()},
         }
-        with zipfile.ZipFile(_ZipTarget(staged), "w") as archive:
-            for name, data in members.items():
-                _add(archive, name, [memoryview(data)], len(data))
-            _add(archive, _WEIGHTS, writer.chunks(arrays), image.size)
-            manifest = dataclasses.replace(
-                draft,
-                structure=writer.structure_digest,
-                members={
-                    **{name: xxhash.xxh3_128(data).hexdigest() for name, data in members.items()},
-                    _WEIGHTS: f"crc32:{archive.getinfo(_WEIGHTS).CRC:08x}",
-                },
-                arrays={
-                    path: dataclasses.replace(record, digest=writer.digests[path])
-                    for path, record in records.items()
-                },
-            )
-            # Keras's own keys first, as they were; ours is put in as it is, digest included.
-            ours = manifest.to_json().decode()
-            head = json.dumps(json.loads(snapshot.metadata)).removesuffix("}")
-            metadata = f'{head}, "{MANIFEST_KEY}": {ours}}}'.encode()
-            _add(archive, _METADATA, [memoryview(metadata)], len(metadata))
+        with OverlappedWriter(staged.write) as overlapped:
+            with zipfile.ZipFile(_ZipTarget(staged, overlapped), "w") as archive:
+                for name, data in members.items():
+                    _add(archive, name, [memoryview(data)], len(data))
+                _add(archive, _WEIGHTS, writer.chunks(arrays), image.size)
+                checksum = archive.getinfo(_WEIGHTS).CRC
+                manifest = dataclasses.replace(
+                    draft,
+                    structure=writer.structure_digest,
+                    members={**_digests(members), _WEIGHTS: f"crc32:{checksum:08x}"},
+                    arrays={
+                        path: dataclasses.replace(record, digest=writer.digests[path])
+                        for path, record in records.items()
+                    },
+                )
+                metadata = _with_manifest(snapshot.metadata, manifest)
+                _add(archive, _METADATA, [memoryview(metadata)], len(metadata))
+            overlapped.drain()
         return manifest
 
     def open(self, path: Path) -> OpenKerasZip:
         return OpenKerasZip(path)
+
+
+def _digests(members: Mapping[str, bytes]) -> dict[str, str]:
+    return {name: xxhash.xxh3_128(data).hexdigest() for name, data in members.items()}
+
+
+def _with_manifest(metadata: str, manifest: Manifest) -> bytes:
+    """Keras's own keys as they were, and ours added to them."""
+    return json.dumps(
+        {**json.loads(metadata), MANIFEST_KEY: json.loads(manifest.to_json())}
+    ).encode()
 
 
 def _add(archive: zipfile.ZipFile, name: str, chunks: Iterable[memoryview], size: int) -> None:
@@ -89,11 +98,12 @@ def _add(archive: zipfile.ZipFile, name: str, chunks: Iterable[memoryview], size
 
 
 class _ZipTarget(io.RawIOBase):
-    """The staged file as `zipfile` wants it; each write goes straight to the descriptor."""
+    """The staged file as `zipfile` wants it, which computes a checksum while we write."""
 
-    def __init__(self, staged: StagedFile) -> None:
+    def __init__(self, staged: StagedFile, overlapped: OverlappedWriter) -> None:
         super().__init__()
         self._staged = staged
+        self._overlapped = overlapped
 
     def writable(self) -> bool:
         return True
@@ -102,13 +112,16 @@ class _ZipTarget(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._overlapped.drain()
         return os.lseek(self._staged.descriptor, offset, whence)
 
     def tell(self) -> int:
-        return os.lseek(self._staged.descriptor, 0, os.SEEK_CUR)
+        return self.seek(0, os.SEEK_CUR)
 
     def write(self, data: Any) -> int:
-        return self._staged.write(data)
+        view = memoryview(data).cast("B")
+        self._overlapped.write(view)
+        return len(view)
 
 
 class OpenKerasZip:

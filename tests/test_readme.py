@@ -1,0 +1,99 @@
+"""What the README shows works, and what it says is there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from processes import PROJECT, environment
+
+README = (PROJECT / "README.md").read_text()
+
+
+def python_blocks() -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def test_snippets_run(tmp_path):
+    blocks = python_blocks()
+    assert len(blocks) >= 2
+    script = tmp_path / "snippets.py"
+    script.write_text("\n".join(blocks))
+    done = subprocess.run(
+        [sys.executable, script],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "checkpoints" / "ckpt-0000000002.weights.h5").exists()
+
+
+def test_links_lead_somewhere():
+    for document in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
+        text = (PROJECT / document).read_text()
+        for target in re.findall(r"\]\((?!http)([^)#]+)\)", text):
+            assert (PROJECT / target).exists(), f"{document}: {target}"
+
+
+def test_named_files_are_there():
+    for name in re.findall(r"`((?:benchmarks|keras_safe_ckpt|tests)/[\w./]+\.py)", README):
+        assert (PROJECT / name).exists(), name
+
+
+def test_benchmark_table_was_filled_in():
+    assert "BENCHMARK_TABLE" not in README
+    assert "verified load" in README
+
+
+def test_ci_finds_both_commands():
+    """`.ci/run` takes the commands from the README: each must be one line."""
+    assert len(re.findall(r"^python3 -m venv .*pytest -n auto$", README, re.MULTILINE)) == 1
+    assert len(re.findall(r"^python3 -m venv .*keras_safe_ckpt demo$", README, re.MULTILINE)) == 1
+
+
+def cli(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "keras_safe_ckpt", *arguments],
+        cwd=cwd,
+        env={**environment(), "COLUMNS": "100"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+def test_demo_restores_what_it_trained(tmp_path):
+    done = cli("demo", "--keep", "kept", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "equal bit by bit: yes" in done.stdout
+    names = sorted(n for n in os.listdir(tmp_path / "kept") if n.endswith(".weights.h5"))
+    assert names == [f"ckpt-{step:010d}.weights.h5" for step in (60, 80, 100)]
+
+
+def test_demo_with_an_unusable_directory_says_so_in_one_line(tmp_path):
+    (tmp_path / "file").write_text("x")
+    done = cli("demo", "--keep", "file", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "directory was expected" in done.stderr.splitlines()[-1]
+    assert "Traceback" in cli("--debug", "demo", "--keep", "file", cwd=tmp_path).stderr
+
+
+@pytest.mark.parametrize(("arguments", "code"), [([], 2), (["--help"], 0), (["nonsense"], 2)])
+def test_usage(arguments, code, tmp_path):
+    done = cli(*arguments, cwd=tmp_path)
+    assert done.returncode == code
+    assert "usage: keras-safe-ckpt" in done.stdout + done.stderr
+
+
+def test_version_is_the_package_version(tmp_path):
+    import keras_safe_ckpt
+
+    assert cli("--version", cwd=tmp_path).stdout.split()[-1] == keras_safe_ckpt.__version__
