@@ -120,7 +120,7 @@ class StaleHolderError(SafeCheckpointError, RuntimeError):
 
 
 class LocksUnsupportedError(SafeCheckpointError, OSError):
-    """The file system does not lock, so nothing can be shared safely on it."""
+    """Nothing can be locked here, so nothing can be shared safely."""
 
     path: str
     reason: str
@@ -128,22 +128,22 @@ class LocksUnsupportedError(SafeCheckpointError, OSError):
     def __init__(self, path: str | os.PathLike[str], reason: str) -> None:
         path = os.fspath(path)
         super().__init__(
-            f"The file system of {path!r} does not provide working file locks: {reason}. "
-            "Use a directory on a file system that does, or locks=RedisLocks(...).",
+            f"Files at {path!r} cannot be locked: {reason}. Use a directory on a file system "
+            "with working locks, or locks=RedisLocks(...).",
             path=path,
             reason=reason,
         )
 
 
 class LockServerUnreachableError(SafeCheckpointError, ConnectionError):
-    """The lock server did not answer."""
+    """The lock server did not answer, or not as a lock server should."""
 
     server: str
     reason: str
 
     def __init__(self, server: str, reason: str) -> None:
         super().__init__(
-            f"The lock server {server} cannot be reached: {reason}. "
+            f"The lock server {server} cannot be used: {reason}. "
             "Check that it runs and that host and port are right.",
             server=server,
             reason=reason,

@@ -397,14 +397,19 @@ class LockContract:
                 mode(path, timeout=timeout)
             assert repr(timeout) in str(caught.value)
 
-    @pytest.mark.parametrize(
-        "path", ["", "/", "a/../b", "..", "a\0b", "/tmp/../etc/passwd", Path("../x")]
-    )
+    @pytest.mark.parametrize("path", ["", "/", "..", "a/..", "a\0b", Path("..")])
     def test_an_unsafe_path_is_refused(self, locks, path):
         with pytest.raises(UnsafePathError):
             locks.exclusive(path)
         with pytest.raises(UnsafePathError):
             locks.shared(path)
+
+    def test_two_spellings_of_one_file_are_one_lock(self, locks, tmp_path):
+        (tmp_path / "real" / "inner").mkdir(parents=True)
+        (tmp_path / "link").symlink_to(tmp_path / "real" / "inner")
+        # Through the link, ".." is "real": read as text it would be tmp_path itself.
+        with locks.exclusive(tmp_path / "link" / ".." / "file"):
+            self.assert_locked(locks, tmp_path / "real" / "file")
 
     @pytest.mark.parametrize(
         "name", ["with blank", "ümläut", "..keras", "a%20b", "-lock-", "\udcff"]

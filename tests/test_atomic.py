@@ -19,6 +19,7 @@ from keras_safe_ckpt.storage.atomic import (
     FOREIGN_ORPHAN_SECONDS,
     StagedFile,
     commit_in_order,
+    scratch_directory,
     sweep_orphans,
     write_atomically,
 )
@@ -243,7 +244,7 @@ from keras_safe_ckpt.storage.atomic import StagedFile
 with StagedFile(sys.argv[1]) as staged:
     staged.write(b"x" * 1000)
     print(staged.temp_path, flush=True)
-    sys.stdin.read() if len(sys.argv) > 2 else __import__("time").sleep(600)
+    __import__("time").sleep(600)
 """
 
 
@@ -297,7 +298,7 @@ def test_old_temp_of_another_machine_that_is_locked_is_not_swept(tmp_path):
     code = """
 import fcntl
 file = open(sys.argv[1], "r+"); fcntl.flock(file, fcntl.LOCK_EX); print("locked", flush=True)
-sys.stdin.read()
+__import__("time").sleep(600)
 """
     process = start(code, path)
     assert process.stdout.readline() == "locked\n"
@@ -318,12 +319,31 @@ def test_sweeping_touches_nothing_else(tmp_path):
     (tmp_path / "victim").write_bytes(b"precious")
     link = tmp_path / f".file.{boot}-999999999-1-0123456789ab.kscktmp"
     link.symlink_to(tmp_path / "victim")
-    (tmp_path / f".dir.{boot}-999999999-1-0123456789ab.kscktmp").mkdir()
     (tmp_path / "mine.kscktmp").write_bytes(b"x")
     (tmp_path / ".file.tmp").write_bytes(b"x")
     before = sorted(os.listdir(tmp_path))
     assert sweep_orphans(tmp_path) == []
     assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_scratch_directory_of_a_dead_process_is_swept(tmp_path):
+    code = """
+from pathlib import Path
+from keras_safe_ckpt.storage.atomic import scratch_directory
+with scratch_directory(Path(sys.argv[1])) as directory:
+    (directory / "big").write_bytes(b"x")
+    print(directory, flush=True)
+    __import__("time").sleep(600)
+"""
+    process = start(code, tmp_path)
+    path = process.stdout.readline().strip()
+    assert sweep_orphans(tmp_path) == []
+    assert os.listdir(path) == ["big"]
+    kill(process)
+    assert sweep_orphans(tmp_path) == [os.path.basename(path)]
+    with scratch_directory(tmp_path) as directory:
+        assert stat.S_IMODE(os.stat(directory).st_mode) == 0o700
+    assert os.listdir(tmp_path) == []
 
 
 def test_sweepers_and_writers_at_once_lose_nothing(tmp_path):

@@ -175,5 +175,5 @@ def test_without_private_names_the_public_save_gives_the_same(
     scramble(model)
     store.load(model, ours.path)
     assert_same(values(model), before)
-    leftovers = [p.name for p in tmp_path.iterdir() if p.name.startswith(".keras_safe_ckpt-")]
+    leftovers = [p.name for p in tmp_path.iterdir() if p.name.endswith(".kscktmp")]
     assert leftovers == []

@@ -75,6 +75,18 @@ def test_optimizer_that_is_not_built_is_built_first(tmp_path):
     assert_same(values(fresh), values(model))
 
 
+def test_optimizer_saved_before_its_first_step(tmp_path):
+    store = CheckpointStore(tmp_path)
+    model = dense()
+    model.optimizer.learning_rate = 0.5
+    store.publish(model, step=0)
+    fresh = dense()
+    store.load(fresh)
+    assert float(fresh.optimizer.learning_rate) == 0.5
+    assert not fresh.optimizer.built
+    refuse(store, trained(dense()), "the weights fit, the optimizer does not")
+
+
 def test_weights_of_a_model_without_optimizer_load_and_say_so(tmp_path, caplog):
     store = CheckpointStore(tmp_path)
     model = dense(compiled=False)

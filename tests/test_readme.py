@@ -32,7 +32,9 @@ def test_snippets_run(tmp_path):
         timeout=200,
     )
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "checkpoints" / "ckpt-0000000002.weights.h5").exists()
+    assert done.stdout.startswith("3 {'loss': ")
+    names = sorted(p.name for p in (tmp_path / "checkpoints").glob("*.h5"))
+    assert names == ["ckpt-0000000002.weights.h5", "ckpt-0000000003.weights.h5"]
 
 
 def test_links_lead_somewhere():

@@ -350,6 +350,13 @@ def test_what_is_not_json_is_refused_at_once(store):
     store.wait()
 
 
+@pytest.mark.parametrize("argument", ["step", "epoch", "batch"])
+def test_position_must_be_whole_numbers(store, argument):
+    with pytest.raises(TypeError, match=f"{argument} to be a whole number. Received: 1.5"):
+        store.publish(make_snapshot(), **{"step": 1, argument: 1.5})
+    store.publish(make_snapshot(), **{"step": 1, argument: np.int64(2)})
+
+
 def test_what_is_not_a_model_is_refused(store):
     with pytest.raises(TypeError, match=r"keras\.Model"):
         store.publish("model", step=1)

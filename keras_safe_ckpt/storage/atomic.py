@@ -15,7 +15,9 @@ import contextlib
 import errno
 import fcntl
 import os
+import shutil
 import stat
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -154,8 +156,19 @@ def write_atomically(target: str | os.PathLike[str], data: bytes) -> None:
         staged.commit()
 
 
+@contextlib.contextmanager
+def scratch_directory(parent: Path | None) -> Iterator[Path]:
+    """A temporary directory that is swept like a temporary file if its owner dies."""
+    path = Path(parent or tempfile.gettempdir()) / new_temp_name("scratch")
+    path.mkdir(mode=0o700)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def sweep_orphans(directory: Path) -> list[str]:
-    """Remove temporary files whose writers are gone; return their names."""
+    """Remove temporary files and directories whose owners are gone; return their names."""
     swept = []
     with os.scandir(directory) as entries:
         names = [entry.name for entry in entries if owner_of(entry.name)]
@@ -163,7 +176,10 @@ def sweep_orphans(directory: Path) -> list[str]:
         path = directory / name
         if _is_orphan(path):
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    os.unlink(path)
                 swept.append(name)
     return swept
 
@@ -204,20 +220,22 @@ def _is_orphan(path: Path) -> bool:
     owner = owner_of(path.name)
     if owner is None or (owner.is_on_this_machine() and owner.is_running()):
         return False
+    flags = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        # Writable, because over NFS only that can be locked exclusively.
+        descriptor = os.open(path, flags | (os.O_RDONLY if path.is_dir() else os.O_RDWR))
     except OSError as error:
         # Gone meanwhile, a planted link, or somebody else's file: not ours to remove.
-        if error.errno in (errno.ENOENT, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EISDIR):
+        if error.errno in (errno.ENOENT, errno.ELOOP, errno.EACCES, errno.EPERM):
             return False
         raise
     try:
         status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or not _claim_if_possible(descriptor):
+        if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
             return False
-        if owner.is_on_this_machine():
-            return True
-        return time.time() - status.st_mtime > FOREIGN_ORPHAN_SECONDS
+        old = time.time() - status.st_mtime > FOREIGN_ORPHAN_SECONDS
+        # Not even touched before it is old: its owner may be about to claim it.
+        return (owner.is_on_this_machine() or old) and _claim_if_possible(descriptor)
     finally:
         os.close(descriptor)
 

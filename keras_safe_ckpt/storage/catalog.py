@@ -37,7 +37,10 @@ class Catalog:
     def checkpoints(self, on_skip: OnSkip | None = None) -> list[Checkpoint]:
         """Every file that carries our manifest, oldest first; the arrays are not verified."""
         found = []
-        for path in self._candidates():
+        candidates = self._candidates()
+        for path in self._manifests.keys() - set(candidates):
+            self.forget(path)  # Deleted, by whomever.
+        for path in candidates:
             try:
                 found.append(Checkpoint(path, self.manifest_of(path)))
             except CheckpointNotFoundError:

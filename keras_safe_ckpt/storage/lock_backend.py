@@ -75,9 +75,13 @@ def checked_path(path: str | os.PathLike[str]) -> str:
     name = os.fsdecode(path)
     if "\0" in name:
         raise UnsafePathError(name, "it contains a NUL byte")
-    # a/link/../b is not a/b when link is symbolic: two spellings, two locks, one file.
     if ".." in name and ".." in name.split(os.sep):
-        raise UnsafePathError(name, "it contains a '..' component")
+        directory, last = os.path.split(name)
+        if last == "..":
+            raise UnsafePathError(name, "it names no file")
+        # Asked of the system: a/link/../b is not a/b when link is symbolic, and two
+        # spellings of one file must not become two locks.
+        name = os.path.join(os.path.realpath(directory), last)
     absolute = os.path.abspath(name)
     if not name or absolute == os.sep:
         raise UnsafePathError(name, "it names no file")

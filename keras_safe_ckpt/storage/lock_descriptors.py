@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import tempfile
 import threading
 
 from keras_safe_ckpt.errors import LocksUnsupportedError, SafeCheckpointError, UnsafePathError
+from keras_safe_ckpt.storage.temp_names import new_temp_name
 
 _OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
@@ -67,9 +67,13 @@ def open_lock_file(path: str) -> int:
 
 
 def open_probe_file(directory: str) -> tuple[int, str]:
-    """Create and open a file with a name of its own; the caller removes it."""
+    """Create and open a file with a name of its own; the caller removes it.
+
+    It is named as temporary files are, so that it is swept if the process dies meanwhile.
+    """
+    path = os.path.join(directory, new_temp_name("probe"))
     with _mutex:
-        fd, path = tempfile.mkstemp(".probe", ".keras_safe_ckpt-", directory)
+        fd = os.open(path, _OPEN_FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
         _descriptors.add(fd)
         return fd, path
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from keras_safe_ckpt.errors import IncompatibleCheckpointError
-from keras_safe_ckpt.storage.atomic import StagedFile
+from keras_safe_ckpt.storage.atomic import StagedFile, scratch_directory
 from keras_safe_ckpt.storage.formats import format_of
 from keras_safe_ckpt.storage.formats.format import OpenCheckpoint
 from keras_safe_ckpt.storage.formats.hdf5_image import stored_dtype
@@ -59,16 +58,23 @@ def _load_into(model: Any, checkpoint: OpenCheckpoint, path: Path) -> None:
     records = checkpoint.manifest.arrays
     with_optimizer = any(name.startswith(_OPTIMIZER) for name in records)
     optimizer = getattr(model, "optimizer", None)
-    if optimizer is not None and with_optimizer and not optimizer.built:
-        # Keras would skip an optimizer that has no variables yet, and training would go on
-        # with its momentum lost.
-        optimizer.build(model.trainable_variables)
+    if optimizer is not None and not optimizer.built:
+        saved = sum(name.startswith(_OPTIMIZER) for name in records)
+        if saved > len(optimizer.variables):
+            # Keras would skip an optimizer that has no slots yet, and training would go on
+            # with its momentum lost. (One that was saved before its first step has none.)
+            optimizer.build(model.trainable_variables)
     if optimizer is not None and not with_optimizer:
         _log.warning("%s holds no optimizer state; the optimizer was left as it is.", path)
     # No copy, but it keeps the old values alive while it is there.
     before = capture(model, scratch=path.parent)
     differences = _differences(before, records, with_optimizer)
     if differences:
+        if all(name.startswith(_OPTIMIZER) for name in differences):
+            differences.append(
+                "the weights fit, the optimizer does not: compile the model with the optimizer "
+                "that was saved, or again with this one if it was saved before its first step"
+            )
         raise IncompatibleCheckpointError(path, differences)
 
     fast, _ = walker()
@@ -142,8 +148,8 @@ def _described(array: np.ndarray[Any, Any]) -> str:
 
 
 def _put_back(model: Any, before: Snapshot, scratch: Path) -> None:
-    with tempfile.TemporaryDirectory(prefix=".keras_safe_ckpt-", dir=scratch) as directory:
-        path = Path(directory) / "before.weights.h5"
+    with scratch_directory(scratch) as directory:
+        path = directory / "before.weights.h5"
         with StagedFile(path) as staged:
             WeightsH5().write(staged, before, Manifest())
             staged.sync()

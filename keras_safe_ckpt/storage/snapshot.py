@@ -19,6 +19,7 @@ import h5py
 import numpy as np
 
 from keras_safe_ckpt.errors import CheckpointWriteError
+from keras_safe_ckpt.storage.atomic import scratch_directory
 from keras_safe_ckpt.storage.keras_internals import import_keras, walker
 
 _log = logging.getLogger(__name__)
@@ -133,12 +134,12 @@ def _say_slow_once(reason: str) -> None:
 def _capture_by_saving(model: Any, whole_model: bool, scratch: Path | None) -> Snapshot:
     """Let Keras write its own file, and take the snapshot from that."""
     try:
-        with tempfile.TemporaryDirectory(prefix=".keras_safe_ckpt-", dir=scratch) as directory:
+        with scratch_directory(scratch) as directory:
             if not whole_model:
-                path = Path(directory) / "model.weights.h5"
+                path = directory / "model.weights.h5"
                 model.save_weights(path)
                 return Snapshot(*_read_keras_h5(path))
-            path = Path(directory) / "model.keras"
+            path = directory / "model.keras"
             model.save(path)
             with zipfile.ZipFile(path) as archive:
                 weights = Path(archive.extract("model.weights.h5", directory))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -17,7 +18,6 @@ from keras_safe_ckpt.errors import (
     CheckpointWriteError,
     CorruptCheckpointError,
     IncompatibleCheckpointError,
-    SafeCheckpointError,
 )
 from keras_safe_ckpt.storage.atomic import StagedFile, sweep_orphans
 from keras_safe_ckpt.storage.catalog import Catalog, OnSkip
@@ -91,7 +91,8 @@ class CheckpointStore:
         self.locks: Locks = LockManager(worker=worker) if locks is None else locks
         self.worker = worker
         make_directory(self.directory)
-        self._require_writable()
+        # Nothing is published: this only finds out now what a save would find out later.
+        StagedFile(self.directory / "probe").rollback()
         self.locks.check(self.directory)
         self.events = EventLog(self.directory)
         self._catalog = Catalog(self.directory)
@@ -122,6 +123,7 @@ class CheckpointStore:
         background is raised by the next call.
         """
         self._writer.raise_error()
+        step = _whole_number("step", step)
         if name is None:
             name = f"ckpt-{step:010d}{self.format.suffix}"
         refuse_unsafe_name(name, self.directory)
@@ -133,9 +135,9 @@ class CheckpointStore:
         snapshot = self._snapshot(model_or_snapshot, extra_arrays or {})
         blocked = time.perf_counter() - began
         draft = Manifest(
-            step=int(step),
-            epoch=None if epoch is None else int(epoch),
-            batch=None if batch is None else int(batch),
+            step=step,
+            epoch=None if epoch is None else _whole_number("epoch", epoch),
+            batch=None if batch is None else _whole_number("batch", batch),
             metrics={key: float(value) for key, value in (metrics or {}).items()},
             monitor=monitor,
             mode=mode,
@@ -252,7 +254,7 @@ class CheckpointStore:
                     size = os.path.getsize(target)
                     if retention is not None:
                         self._prune(retention, lock.ensure_held)
-        except SafeCheckpointError as error:
+        except BaseException as error:
             self.events.record("error", error=str(error), kind=type(error).__name__, **facts)
             raise
         self.events.record(
@@ -342,9 +344,12 @@ class CheckpointStore:
         if swept:
             self.events.record("sweep", files=swept)
 
-    def _require_writable(self) -> None:
-        if not os.access(self.directory, os.W_OK | os.X_OK):
-            raise CheckpointWriteError(self.directory, PermissionError(13, "Permission denied"))
+
+def _whole_number(name: str, value: object) -> int:
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"Expected {name} to be a whole number. Received: {value!r}") from None
 
 
 def _position(manifest: Manifest, name: str) -> dict[str, Any]:

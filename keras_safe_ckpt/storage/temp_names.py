@@ -55,7 +55,7 @@ def owner_of(name: str) -> TempOwner | None:
 @functools.cache
 def _boot_id() -> str:
     try:
-        text = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+        text = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8")
         return text.replace("-", "")[:8]
     except OSError:
         # No such file outside Linux: the machine's node number is the next best thing.
@@ -67,7 +67,7 @@ def _boot_id() -> str:
 def _start_time(pid: int) -> int | None:
     """Clock ticks from boot to the start of ``pid``; None if there is no such process."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         if os.path.exists("/proc/self/stat"):
             return None
