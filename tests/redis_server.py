@@ -12,14 +12,19 @@ import pytest
 BINARY = shutil.which("redis-server")
 
 
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 class RedisServer:
     def __init__(self, directory, *options):
         self.directory = directory
         self.options = options
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.process = None
+        self.served = False
 
     @property
     def url(self):
@@ -28,6 +33,17 @@ class RedisServer:
     def start(self):
         if BINARY is None:
             pytest.skip("redis-server is not installed")
+        # Somebody may take a free port before the server does: then try another one. A server
+        # that was restarted stays where its clients know it.
+        for _ in range(5):
+            if self._listens():
+                self.served = True
+                return self
+            assert not self.served, "redis-server did not start again"
+            self.port = free_port()
+        raise AssertionError("redis-server did not start")
+
+    def _listens(self):
         command = [BINARY, "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""]
         self.process = subprocess.Popen(
             [*command, "--dir", str(self.directory), *self.options],
@@ -38,9 +54,10 @@ class RedisServer:
         while True:
             try:
                 socket.create_connection(("127.0.0.1", self.port), timeout=5).close()
-                return self
+                return self.process.poll() is None
             except OSError:
-                assert self.process.poll() is None, "redis-server did not start"
+                if self.process.poll() is not None:
+                    return False
                 assert time.monotonic() < deadline, "redis-server does not listen"
                 time.sleep(0.01)
 

@@ -16,6 +16,7 @@ import traceback
 
 import pytest
 from lock_contract import HOLD, PATIENCE, ROOT, LockContract, Peer, wait_until
+from redis_server import own_redis, shared_redis
 
 from keras_safe_ckpt.errors import (
     LockLostError,
@@ -28,7 +29,7 @@ from keras_safe_ckpt.storage import lock_server
 from keras_safe_ckpt.storage.redis_locks import RedisLocks
 
 redis = pytest.importorskip("redis")
-pytest_plugins = ["redis_server"]
+__all__ = ["own_redis", "shared_redis"]  # Fixtures.
 
 SECRET = "s3cr3t/p@ss"
 QUOTED = "s3cr3t%2Fp%40ss"
