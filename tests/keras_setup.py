@@ -3,6 +3,7 @@
 Import them from here, so that the devices are set up before anything else uses TensorFlow.
 """
 
+import functools
 import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -15,4 +16,10 @@ tf.config.set_logical_device_configuration(_cpu, [tf.config.LogicalDeviceConfigu
 
 import keras  # noqa: E402
 
-__all__ = ["keras", "tf"]
+__all__ = ["keras", "mirrored_strategy", "tf"]
+
+
+@functools.cache
+def mirrored_strategy() -> tf.distribute.MirroredStrategy:
+    """Both virtual CPUs; one for the whole process, since two of them mix their collectives up."""
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])

@@ -10,7 +10,7 @@ import h5py
 import model_zoo
 import numpy as np
 import pytest
-from keras_setup import keras, tf
+from keras_setup import keras, mirrored_strategy
 
 from keras_safe_ckpt import CheckpointStore
 from keras_safe_ckpt.storage import snapshot as snapshot_module
@@ -103,6 +103,14 @@ def test_keras_file_is_the_one_that_keras_writes(model, tmp_path):
                 assert mine.read(name) == theirs.read(name)
 
 
+def unless_keras_fails(action):
+    """What plain Keras does with its own means; an older version may not be able to."""
+    try:
+        return action()
+    except Exception as error:  # noqa: BLE001  # the reason is shown
+        pytest.skip(f"Keras {keras.__version__} cannot do this itself: {error}")
+
+
 def made(load) -> list[np.ndarray]:
     keras.utils.set_random_seed(1)
     return values(load())
@@ -112,14 +120,16 @@ def test_our_file_makes_the_model_that_the_one_of_keras_does(model, tmp_path):
     model.save(tmp_path / "keras.keras")
     store = CheckpointStore(tmp_path / "ours", format="keras")
     ours = store.publish(model, step=3)
-    expected = made(lambda: keras.models.load_model(tmp_path / "keras.keras"))
+    expected = unless_keras_fails(
+        lambda: made(lambda: keras.models.load_model(tmp_path / "keras.keras"))
+    )
     assert_same(made(lambda: keras.models.load_model(ours.path)), expected)
     assert_same(made(lambda: store.load()[0]), expected)
 
 
 @pytest.mark.parametrize("name", model_zoo.OPTIMIZERS)
 def test_every_optimizer_is_saved_as_keras_does(name, tmp_path):
-    model = model_zoo.with_optimizer(name)
+    model = unless_keras_fails(lambda: model_zoo.with_optimizer(name))
     model.save_weights(tmp_path / "keras.weights.h5")
     store = CheckpointStore(tmp_path / "ours")
     ours = store.publish(model, step=1)
@@ -132,8 +142,7 @@ def test_every_optimizer_is_saved_as_keras_does(name, tmp_path):
 
 @pytest.mark.parametrize("whole_model", [False, True], ids=["weights_h5", "keras"])
 def test_mirrored_variables_are_saved_and_restored(whole_model, tmp_path):
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-    with strategy.scope():
+    with mirrored_strategy().scope():
         model = model_zoo.functional()
     store = CheckpointStore(tmp_path, format="keras" if whole_model else "weights_h5")
     ours = store.publish(model, step=1)

@@ -7,7 +7,7 @@ import threading
 import model_zoo
 import numpy as np
 import pytest
-from keras_setup import keras, tf
+from keras_setup import keras, mirrored_strategy
 
 from keras_safe_ckpt import CheckpointStore
 from keras_safe_ckpt.storage.keras_internals import walker
@@ -64,8 +64,7 @@ def test_training_does_not_change_a_snapshot(optimizer, jit_compile):
 
 
 def test_snapshot_under_a_mirrored_strategy_is_not_changed_by_training():
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-    with strategy.scope():
+    with mirrored_strategy().scope():
         model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
         model.compile("adam", "mse")
     x, y = np.ones((32, 6)), np.ones((32, 1))

@@ -73,8 +73,9 @@ def walker() -> tuple[Walker | None, str]:
     except (ImportError, AttributeError) as error:
         return None, f"Keras {keras.__version__} has changed: {error}"
 
-    recording_store = _recording_store(h5_store)
-    loading_store = _loading_store(h5_store)
+    dictionary_store = _dictionary_store(h5_store)
+    recording_store = _recording_store(dictionary_store)
+    loading_store = _loading_store(dictionary_store)
     assets_store = _assets_store(disk_store)
 
     def record(model: Any, receive: RecordValue, assets: pathlib.Path | None) -> None:
@@ -108,16 +109,37 @@ def walker() -> tuple[Walker | None, str]:
     return Walker(record, load, serialize), ""
 
 
-def _recording_store(base: type) -> Callable[[RecordValue], Any]:
-    class RecordingStore(base):  # type: ignore[misc]  # Keras checks for its own class
-        def __init__(self, receive: RecordValue) -> None:
-            self._receive = receive
-            self._group = "vars"
-            self._attributes: Mapping[str, str] = {}
-            self._here: dict[str, Any] = {}
+def _dictionary_store(base: type) -> type:
+    class DictionaryStore(base):  # type: ignore[misc]  # Keras checks for its own class
+        """The part of an object's variables that is being saved or loaded, without a file."""
+
+        _here: dict[str, Any]
 
         def __bool__(self) -> bool:
             return True
+
+        def __contains__(self, key: str) -> bool:
+            return key in self._here
+
+        def __len__(self) -> int:
+            return len(self._here)
+
+        def keys(self) -> KeysView[str]:
+            return self._here.keys()
+
+        def close(self) -> None:
+            self._here = {}
+
+    return DictionaryStore
+
+
+def _recording_store(base: type) -> Callable[[RecordValue], Any]:
+    class RecordingStore(base):  # type: ignore[misc]
+        def __init__(self, receive: RecordValue) -> None:
+            self._receive = receive
+            self._here: dict[str, Any] = {}
+            self._group = "vars"
+            self._attributes: Mapping[str, str] = {}
 
         def make(self, path: str, metadata: Mapping[str, str] | None = None) -> RecordingStore:
             self._group = f"{path}/vars" if path else "vars"
@@ -135,24 +157,13 @@ def _recording_store(base: type) -> Callable[[RecordValue], Any]:
         def __getitem__(self, key: str) -> Any:
             return self._here[key]
 
-        def __contains__(self, key: str) -> bool:
-            return key in self._here
-
-        def __len__(self) -> int:
-            return len(self._here)
-
-        def keys(self) -> KeysView[str]:
-            return self._here.keys()
-
-        def close(self) -> None:
-            self._here = {}
-
     return RecordingStore
 
 
 def _loading_store(base: type) -> Callable[[Iterable[str], ReadArray], Any]:
-    class LoadingStore(base):  # type: ignore[misc]  # Keras checks for its own class
+    class LoadingStore(base):  # type: ignore[misc]
         def __init__(self, names: Iterable[str], read: ReadArray) -> None:
+            self._here: dict[str, str] = {}
             self._read = read
             self._groups: dict[str, dict[str, str]] = {}
             self._prefixes: set[str] = set()
@@ -164,10 +175,6 @@ def _loading_store(base: type) -> Callable[[Iterable[str], ReadArray], Any]:
                 self._groups.setdefault(group, {})[key] = name
                 parts = group.split("/")
                 self._prefixes.update("/".join(parts[:n]) for n in range(1, len(parts) + 1))
-            self._here: dict[str, str] = {}
-
-        def __bool__(self) -> bool:
-            return True
 
         def get(self, path: str) -> LoadingStore:
             self._here = self._groups.get(path, {})
@@ -178,18 +185,6 @@ def _loading_store(base: type) -> Callable[[Iterable[str], ReadArray], Any]:
 
         def __getitem__(self, key: str) -> Any:
             return self._read(self._here[key])
-
-        def __contains__(self, key: str) -> bool:
-            return key in self._here
-
-        def __len__(self) -> int:
-            return len(self._here)
-
-        def keys(self) -> KeysView[str]:
-            return self._here.keys()
-
-        def close(self) -> None:
-            self._here = {}
 
     return LoadingStore
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 from keras_safe_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from keras_safe_ckpt.storage.atomic import StagedFile
 from keras_safe_ckpt.storage.formats.hdf5_image import ArraySpec, stored_dtype
+from keras_safe_ckpt.storage.formats.hdf5_reader import Hdf5Reader
 from keras_safe_ckpt.storage.manifest import ArrayRecord, Manifest
 from keras_safe_ckpt.storage.snapshot import Snapshot
 
@@ -22,25 +24,32 @@ from keras_safe_ckpt.storage.snapshot import Snapshot
 EXTRA_GROUP = "keras_safe_ckpt/extra"
 
 
-class OpenCheckpoint(Protocol):
-    """A checkpoint file that was opened; a context manager that closes it."""
+class OpenCheckpoint(ABC):
+    """A checkpoint file that was opened: its manifest, and the HDF5 file in it."""
 
     manifest: Manifest
+    _descriptor: int
+    _reader: Hdf5Reader
 
+    @abstractmethod
     def verify(self) -> None:
         """Compare every byte with the manifest; `CorruptCheckpointError` at the first doubt."""
 
     def read_array(self, name: str) -> np.ndarray[Any, Any]:
         """One array of the manifest, compared with its digest."""
+        return self._reader.read_array(name, self.manifest.arrays[name])
 
-    def __enter__(self) -> OpenCheckpoint: ...
+    def __enter__(self) -> OpenCheckpoint:
+        return self
 
     def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
-    ) -> None: ...
+    ) -> None:
+        self._reader.close()
+        os.close(self._descriptor)
 
 
 class StorageFormat(Protocol):

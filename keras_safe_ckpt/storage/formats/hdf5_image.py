@@ -180,23 +180,15 @@ def bytes_of(array: np.ndarray[Any, Any]) -> memoryview:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
-class _SparseFile(io.RawIOBase):
-    """A file in memory that costs only the pages written to.
+class SeekableFile(io.RawIOBase):
+    """What a file of ``size`` bytes in no file system needs so that HDF5 finds its way in it."""
 
-    HDF5 writes the structure here and never touches the room that it reserved for data, so a
-    plan for a model of any size takes kilobytes.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__()
-        self.size = 0
+        self.size = size
         self._position = 0
-        self._pages: dict[int, bytearray] = {}
 
     def readable(self) -> bool:
-        return True
-
-    def writable(self) -> bool:
         return True
 
     def seekable(self) -> bool:
@@ -209,6 +201,21 @@ class _SparseFile(io.RawIOBase):
 
     def tell(self) -> int:
         return self._position
+
+
+class _SparseFile(SeekableFile):
+    """A file in memory that costs only the pages written to.
+
+    HDF5 writes the structure here and never touches the room that it reserved for data, so a
+    plan for a model of any size takes kilobytes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self._pages: dict[int, bytearray] = {}
+
+    def writable(self) -> bool:
+        return True
 
     def truncate(self, size: int | None = None) -> int:
         self.size = self._position if size is None else size

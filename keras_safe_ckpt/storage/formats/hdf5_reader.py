@@ -7,7 +7,6 @@ or allocate more than the file holds.
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +17,12 @@ import numpy as np
 import xxhash
 
 from keras_safe_ckpt.errors import CorruptCheckpointError
-from keras_safe_ckpt.storage.formats.hdf5_image import CHUNK_BYTES, bytes_of, stored_dtype
+from keras_safe_ckpt.storage.formats.hdf5_image import (
+    CHUNK_BYTES,
+    SeekableFile,
+    bytes_of,
+    stored_dtype,
+)
 from keras_safe_ckpt.storage.manifest import LARGEST_BYTES, ArrayRecord, Manifest
 from keras_safe_ckpt.storage.tensor_array import empty_tensor_array
 
@@ -33,7 +37,7 @@ class StoredArray:
     dtype: np.dtype[Any]
 
 
-class FileWindow(io.RawIOBase):
+class FileWindow(SeekableFile):
     """``size`` bytes from ``start`` of an open file, as a file of its own.
 
     Read with pread: no shared position, and the same descriptor, so that a file which is
@@ -41,25 +45,9 @@ class FileWindow(io.RawIOBase):
     """
 
     def __init__(self, descriptor: int, start: int, size: int) -> None:
-        super().__init__()
-        self.size = size
+        super().__init__(size)
         self._descriptor = descriptor
         self._start = start
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size}[whence]
-        self._position = base + offset
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")

@@ -16,15 +16,17 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-import numpy as np
 import xxhash
 
 from keras_safe_ckpt.errors import CorruptCheckpointError
 from keras_safe_ckpt.storage.atomic import StagedFile
-from keras_safe_ckpt.storage.formats.format import open_for_reading, specs_and_records
+from keras_safe_ckpt.storage.formats.format import (
+    OpenCheckpoint,
+    open_for_reading,
+    specs_and_records,
+)
 from keras_safe_ckpt.storage.formats.hdf5_image import CHUNK_BYTES, ImageWriter, lay_out
 from keras_safe_ckpt.storage.formats.hdf5_reader import FileWindow, Hdf5Reader
 from keras_safe_ckpt.storage.manifest import LARGEST_BYTES, Manifest
@@ -124,7 +126,7 @@ class _ZipTarget(io.RawIOBase):
         return len(view)
 
 
-class OpenKerasZip:
+class OpenKerasZip(OpenCheckpoint):
     """An open ``.keras`` file."""
 
     def __init__(self, path: Path) -> None:
@@ -141,21 +143,6 @@ class OpenKerasZip:
         self._check_members()
         self._reader.verify(self.manifest)
         self._reader.check_structure(self.manifest, {})
-
-    def read_array(self, name: str) -> np.ndarray[Any, Any]:
-        return self._reader.read_array(name, self.manifest.arrays[name])
-
-    def __enter__(self) -> OpenKerasZip:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._reader.close()
-        os.close(self._descriptor)
 
     def _list_members(self) -> dict[str, zipfile.ZipInfo]:
         try:

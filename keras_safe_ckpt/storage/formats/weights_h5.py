@@ -8,13 +8,15 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
 import numpy as np
 
 from keras_safe_ckpt.storage.atomic import StagedFile
-from keras_safe_ckpt.storage.formats.format import open_for_reading, specs_and_records
+from keras_safe_ckpt.storage.formats.format import (
+    OpenCheckpoint,
+    open_for_reading,
+    specs_and_records,
+)
 from keras_safe_ckpt.storage.formats.hdf5_image import ArraySpec, ImageWriter, lay_out
 from keras_safe_ckpt.storage.formats.hdf5_reader import FileWindow, Hdf5Reader
 from keras_safe_ckpt.storage.manifest import Manifest
@@ -59,7 +61,7 @@ class WeightsH5:
         return OpenWeightsH5(path)
 
 
-class OpenWeightsH5:
+class OpenWeightsH5(OpenCheckpoint):
     """An open ``.weights.h5`` file."""
 
     def __init__(self, path: Path) -> None:
@@ -74,18 +76,3 @@ class OpenWeightsH5:
         self._reader.verify(self.manifest)
         where = self._reader.locate(MANIFEST_DATASET)
         self._reader.check_structure(self.manifest, {MANIFEST_DATASET: where})
-
-    def read_array(self, name: str) -> np.ndarray[Any, Any]:
-        return self._reader.read_array(name, self.manifest.arrays[name])
-
-    def __enter__(self) -> OpenWeightsH5:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._reader.close()
-        os.close(self._descriptor)
