@@ -310,6 +310,28 @@ def test_prune_deletes_nothing_unless_a_whole_one_stays(store):
     assert CheckpointStore(store.directory).latest().manifest.step == 0
 
 
+def test_prune_verifies_only_what_it_must(store, monkeypatch):
+    """What this process just published is known to be whole: nothing is read again for it."""
+    publish_many(store, [1, 2, 3])
+    verified: list[str] = []
+    real = type(store.format.open(store.checkpoints()[0].path)).verify
+    monkeypatch.setattr(
+        type(store.format.open(store.checkpoints()[0].path)),
+        "verify",
+        lambda self: verified.append("once") or real(self),
+    )
+    store.prune(KeepNewest(2))
+    assert verified == []
+    CheckpointStore(store.directory).prune(KeepNewest(1))
+    assert verified == ["once"]
+
+
+def test_policy_that_keeps_nothing_deletes_nothing(store):
+    publish_many(store, [1, 2])
+    assert store.prune(KeepBest(1, "accuracy")) == []
+    assert steps(store) == [0, 1]
+
+
 @pytest.mark.parametrize("count", [0, -1, 1.5, True, "2"])
 def test_retention_refuses_nonsense(count):
     for policy in (lambda: KeepNewest(count), lambda: KeepBest(count, "loss")):
@@ -360,6 +382,14 @@ def test_position_must_be_whole_numbers(store, argument):
 def test_what_is_not_a_model_is_refused(store):
     with pytest.raises(TypeError, match=r"keras\.Model"):
         store.publish("model", step=1)
+
+
+@pytest.mark.parametrize("url", ["gs://bucket/run", "s3://bucket", "hf://me/model"])
+def test_object_stores_are_refused(url, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UnsafePathError, match="object stores"):
+        CheckpointStore(url)
+    assert os.listdir(tmp_path) == []
 
 
 def test_directory_that_is_a_file(tmp_path):

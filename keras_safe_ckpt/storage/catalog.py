@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from keras_safe_ckpt.errors import (
@@ -85,6 +85,11 @@ class Catalog:
             on_skip(path, str(error))
             return False
         return True
+
+    def any_whole(self, paths: Sequence[Path], on_skip: OnSkip) -> bool:
+        """Whether at least one of them is whole; those that were verified before come first."""
+        known = sorted(paths, key=lambda path: path not in self._verified)
+        return any(self.is_whole(path, on_skip) for path in known)
 
     def remember(self, path: Path, manifest: Manifest) -> None:
         """Take note of a file that this process just wrote and synced."""

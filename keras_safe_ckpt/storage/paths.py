@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 from pathlib import Path
 
 from keras_safe_ckpt.errors import CheckpointWriteError, UnsafePathError
+
+_REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
 #: Some network file systems cannot sync a directory and say so with these.
 _NO_DIRECTORY_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
@@ -24,6 +27,10 @@ def absolute(path: str | os.PathLike[str]) -> Path:
         raise TypeError(f"Expected a path of type str. Received: {path!r}")
     if "\0" in text:
         raise UnsafePathError(text, "it contains a NUL character")
+    if _REMOTE.match(text):
+        raise UnsafePathError(
+            text, "object stores have neither locks nor an atomic rename; use a file system"
+        )
     parent, name = os.path.split(text)
     if name in ("", ".", ".."):
         return Path(os.path.realpath(text))
@@ -77,10 +84,10 @@ def make_directory(directory: Path) -> None:
     """Create ``directory`` and what is missing above it, each one durable in its parent."""
     missing = []
     current = directory
-    while not current.exists():
-        missing.append(current)
-        current = current.parent
     try:
+        while not current.exists():
+            missing.append(current)
+            current = current.parent
         for path in reversed(missing):
             # Another worker may create it at the same moment: that is as good as ours.
             path.mkdir(exist_ok=True)

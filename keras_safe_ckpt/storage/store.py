@@ -290,7 +290,8 @@ class CheckpointStore:
         present = self.checkpoints()
         kept = {checkpoint.path for checkpoint in policy.keep(present)}
         doomed = [checkpoint.path for checkpoint in present if checkpoint.path not in kept]
-        if not doomed or not any(self._catalog.is_whole(p, self._report_skip) for p in kept):
+        staying = [checkpoint.path for checkpoint in present if checkpoint.path in kept]
+        if not doomed or not self._catalog.any_whole(staying, self._report_skip):
             return []
         ensure_held()
         try:

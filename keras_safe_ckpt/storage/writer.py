@@ -32,7 +32,11 @@ class BackgroundWriter:
             self._finish()
             thread = threading.Thread(target=self._run, args=(save,), name="keras_safe_ckpt-save")
             self._thread = thread
-            thread.start()
+            try:
+                thread.start()
+            except BaseException:
+                self._thread = None  # Never begun: there is nothing to wait for.
+                raise
 
     def wait(self) -> None:
         """Return when nothing is pending; raise what the last save raised."""
