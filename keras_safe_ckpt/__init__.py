@@ -32,6 +32,7 @@ __all__ = [
     "RedisLocks",
     "SafeCheckpointError",
     "StaleHolderError",
+    "UnreadableCheckpointError",
     "UnsafePathError",
 ]
 
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
         MergeConflictError,
         SafeCheckpointError,
         StaleHolderError,
+        UnreadableCheckpointError,
         UnsafePathError,
     )
     from keras_safe_ckpt.storage.locks import LockManager

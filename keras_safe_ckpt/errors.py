@@ -12,6 +12,7 @@
       LockServerRefusedError      (PermissionError)   server, reason
       CheckpointNotFoundError     (FileNotFoundError) path, reason
       CorruptCheckpointError      (ValueError)        path, reason
+      UnreadableCheckpointError   (OSError)           path, reason
       IncompatibleCheckpointError (ValueError)        path, differences
       CheckpointWriteError        (OSError)           path, step, cause
       MergeConflictError          (ValueError)        dataset, files, reason
@@ -189,6 +190,23 @@ class CorruptCheckpointError(SafeCheckpointError, ValueError):
         )
 
 
+class UnreadableCheckpointError(SafeCheckpointError, OSError):
+    """The file could not be read now; what is in it may be fine, so it is never replaced."""
+
+    path: str
+    reason: str
+
+    def __init__(self, path: str | os.PathLike[str], cause: OSError) -> None:
+        path = os.fspath(path)
+        reason = _describe(cause)
+        super().__init__(
+            f"The checkpoint {path!r} cannot be read: {reason}.",
+            path=path,
+            reason=reason,
+            errno=cause.errno,
+        )
+
+
 class IncompatibleCheckpointError(SafeCheckpointError, ValueError):
     """The file is sound but does not fit this model or this version; nothing was changed."""
 
@@ -217,6 +235,7 @@ _ADVICE = {
     errno.EIO: "the device reported an input/output error; check the disk",
     errno.EXDEV: "temporary file and target are on different file systems",
     errno.ENOENT: "the directory, or the temporary file in it, was removed meanwhile",
+    errno.EMFILE: "too many open files; close some, or raise the limit (ulimit -n)",
     errno.ENAMETOOLONG: "the file name is too long for this file system",
 }
 

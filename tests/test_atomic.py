@@ -23,6 +23,7 @@ from keras_safe_ckpt.storage.atomic import (
     sweep_orphans,
     write_atomically,
 )
+from keras_safe_ckpt.storage.locks import claim
 from keras_safe_ckpt.storage.paths import make_directory
 
 
@@ -276,9 +277,9 @@ def test_own_temp_is_not_swept(tmp_path):
 
 
 def foreign_name(
-    folder: Path, *, boot: str = "0badb007", pid: int = 1, start_time: int = 1
+    folder: Path, *, boot: str = "0badb007", space: int = 1, pid: int = 1, start_time: int = 1
 ) -> Path:
-    path = folder / f".file.{boot}-{pid}-{start_time}-0123456789ab.kscktmp"
+    path = folder / f".file.{boot}-{space}-{pid}-{start_time}-0123456789ab.kscktmp"
     path.write_bytes(b"x")
     return path
 
@@ -309,15 +310,97 @@ __import__("time").sleep(600)
 
 def test_temp_of_an_earlier_process_with_our_number_is_swept(tmp_path):
     """Process 7 of a restarted container is not the process 7 that was killed."""
-    boot = temp_names.owner_of(temp_names.new_temp_name("x")).boot
-    path = foreign_name(tmp_path, boot=boot, pid=os.getpid(), start_time=1)
+    me = temp_names.owner_of(temp_names.new_temp_name("x"))
+    path = foreign_name(tmp_path, boot=me.boot, space=me.space, pid=me.pid, start_time=1)
     assert sweep_orphans(tmp_path) == [path.name]
+    mine = foreign_name(tmp_path, boot=me.boot, space=me.space, pid=me.pid, start_time=me.start)
+    assert sweep_orphans(tmp_path) == []
+    assert mine.exists()
+
+
+def test_process_of_another_container_is_judged_by_its_lock_alone(tmp_path):
+    """Its process id means nothing here, however alive a process of that number may be."""
+    me = temp_names.owner_of(temp_names.new_temp_name("x"))
+    path = foreign_name(tmp_path, boot=me.boot, space=me.space + 1, pid=me.pid, start_time=me.start)
+    code = """
+import fcntl
+file = open(sys.argv[1], "r+"); fcntl.flock(file, fcntl.LOCK_SH); print("locked", flush=True)
+__import__("time").sleep(600)
+"""
+    process = start(code, path)
+    assert process.stdout.readline() == "locked\n"
+    assert sweep_orphans(tmp_path) == []
+    kill(process)
+    assert sweep_orphans(tmp_path) == [path.name]
+
+
+def test_temp_is_locked_until_it_is_renamed(tmp_path, monkeypatch):
+    """Else a sweeper in another container could take it for abandoned at the last moment."""
+    claimed: list[bool] = []
+    real = os.replace
+
+    def watched(source, target):
+        descriptor = os.open(source, os.O_RDWR)
+        claimed.append(claim(descriptor))
+        os.close(descriptor)
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", watched)
+    write_atomically(tmp_path / "file", b"data")
+    assert claimed == [False]
+
+
+def test_reader_that_locks_what_it_reads_is_not_disturbed(tmp_path, monkeypatch):
+    """HDF5 takes a shared lock; a claim on the published file would turn it away."""
+    import fcntl
+
+    real = os.replace
+
+    def read_at_once(source, target):
+        real(source, target)
+        with open(target) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+    monkeypatch.setattr(os, "replace", read_at_once)
+    write_atomically(tmp_path / "file", b"data")
+    assert (tmp_path / "file").read_bytes() == b"data"
+
+
+def test_what_cannot_be_swept_stops_nothing(tmp_path):
+    import socket
+
+    me = temp_names.owner_of(temp_names.new_temp_name("x"))
+    path = foreign_name(tmp_path, boot=me.boot, pid=1, start_time=1)
+    path.unlink()
+    with socket.socket(socket.AF_UNIX) as plug:
+        old = os.getcwd()
+        os.chdir(tmp_path)
+        try:
+            plug.bind(path.name)
+        finally:
+            os.chdir(old)
+    orphan = foreign_name(tmp_path, boot=me.boot, pid=2, start_time=1)
+    assert sweep_orphans(tmp_path) == [orphan.name]
+    assert path.exists()
+
+
+def test_failing_cleanup_does_not_hide_the_error(tmp_path):
+    code = """
+from keras_safe_ckpt import CheckpointWriteError
+from keras_safe_ckpt.storage.atomic import write_atomically
+try:
+    write_atomically(sys.argv[1], b"new")
+except CheckpointWriteError as error:
+    print(error.cause)
+"""
+    prefix = strace("fsync:error=EIO:when=1", "unlink:error=EROFS:when=1")
+    assert "input/output error" in run_ok(code, tmp_path / "file", prefix=prefix)
 
 
 def test_sweeping_touches_nothing_else(tmp_path):
     boot = temp_names.owner_of(temp_names.new_temp_name("x")).boot
     (tmp_path / "victim").write_bytes(b"precious")
-    link = tmp_path / f".file.{boot}-999999999-1-0123456789ab.kscktmp"
+    link = tmp_path / f".file.{boot}-1-999999999-1-0123456789ab.kscktmp"
     link.symlink_to(tmp_path / "victim")
     (tmp_path / "mine.kscktmp").write_bytes(b"x")
     (tmp_path / ".file.tmp").write_bytes(b"x")

@@ -21,6 +21,7 @@ EXAMPLES = [
     errors.LockServerRefusedError("host:1", "wrong password"),
     errors.CheckpointNotFoundError("p"),
     errors.CorruptCheckpointError("p", "it is short"),
+    errors.UnreadableCheckpointError("p", OSError(errno.EIO, "Input/output error")),
     errors.IncompatibleCheckpointError("p", [f"difference {n}" for n in range(12)]),
     errors.CheckpointWriteError("p", OSError(errno.ENOSPC, "No space left"), 7),
     errors.MergeConflictError("d", ["a", "b"], "shapes differ"),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from processes import run, run_ok, start
+from processes import require_root, run, run_ok, start
 from snapshots import make_snapshot, stored_seed
 
 from keras_safe_ckpt import (
@@ -90,7 +90,8 @@ def test_newest_is_by_order_of_saving_not_by_step_or_clock(store, monkeypatch):
     other = CheckpointStore(store.directory, format=store.format)
     other.publish(make_snapshot(2), step=10)  # and a new run began at a lower step.
     assert store.latest().manifest.step == 10
-    assert [c.manifest.sequence for c in store.checkpoints()] == [1, 2]
+    first, second = (c.manifest.sequence for c in store.checkpoints())
+    assert second == first + 1
 
 
 def test_latest_of_an_empty_directory_is_none(store):
@@ -153,11 +154,6 @@ def test_same_name_is_replaced(store):
 
 def test_veto_under_the_lock_keeps_the_incumbent(store):
     name = f"best{store.format.suffix}"
-
-    def only_better(incumbent, new):
-        if incumbent is not None and incumbent.metrics["loss"] <= new.metrics["loss"]:
-            return "worse"
-        return None
 
     for seed, loss in enumerate([0.5, 0.7, 0.3, 0.4]):
         publisher = CheckpointStore(store.directory, format=store.format)
@@ -247,6 +243,119 @@ def test_store_refuses_a_directory_where_locks_do_not_work(tmp_path):
         CheckpointStore(tmp_path, locks=NoLocks())
 
 
+def test_of_two_at_the_same_moment_the_later_capture_stays(store, monkeypatch):
+    """Both saw the same directory; the slower one had the older model."""
+    name = f"model{store.format.suffix}"
+    fast = CheckpointStore(store.directory, format=store.format)
+    real = store.format.write
+
+    class Overtaken:
+        suffix, whole_model = store.format.suffix, store.format.whole_model
+        open = staticmethod(store.format.open)
+
+        def write(self, staged, snapshot, draft):
+            fast.publish(make_snapshot(2), step=200, name=name)
+            return real(staged, snapshot, draft)
+
+    monkeypatch.setattr(CheckpointStore, "_next_sequence", lambda self: 7)
+    slow = CheckpointStore(store.directory, format=Overtaken())
+    assert slow.publish(make_snapshot(1), step=100, name=name) is None
+    assert stored_seed(store) == 2
+
+
+def only_better(incumbent, new):
+    if incumbent is not None and incumbent.metrics["loss"] <= new.metrics["loss"]:
+        return "worse"
+    return None
+
+
+def test_incumbent_that_cannot_be_read_now_is_not_replaced(tmp_path):
+    require_root()
+    code = """
+store = CheckpointStore(sys.argv[1])
+os.setgid(65534); os.setuid(65534)
+try:
+    store.publish(snapshot(2), step=2, name="best.weights.h5", metrics={"loss": 9.0})
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+    folder = tmp_path / "store"
+    store = CheckpointStore(folder)
+    path = store.publish(
+        make_snapshot(1), step=1, name="best.weights.h5", metrics={"loss": 0.1}
+    ).path
+    for parent in [*tmp_path.parents[:3], tmp_path]:
+        os.chmod(parent, os.stat(parent).st_mode | 0o555)
+    os.chmod(folder, 0o777)
+    os.chmod(path, 0o600)
+    for name in os.listdir(folder):
+        if name.startswith(".") or name == "events.jsonl":
+            os.chmod(folder / name, 0o666)
+    out = run_ok(code, folder)
+    assert out.startswith("CheckpointWriteError")
+    assert "cannot be compared" in out
+    assert stored_seed(store) == 1
+
+
+def test_incumbent_of_a_newer_version_is_not_replaced(tmp_path):
+    store = CheckpointStore(tmp_path)
+    path = store.publish(make_snapshot(1), step=1, name="best.weights.h5").path
+    data = path.read_bytes().replace(b'"format_version":1', b'"format_version":9')
+    path.write_bytes(data)
+    with pytest.raises(CheckpointWriteError, match="upgrade"):
+        store.publish(make_snapshot(2), step=2, name="best.weights.h5")
+    assert path.read_bytes() == data
+
+
+def test_what_is_captured_does_not_change_any_more(store):
+    """The caller goes on: its history grows, its arrays change, keys may be numbers."""
+    go = threading.Event()
+    history, array = {"loss": [1.0], 10: "ten", 9: "nine"}, np.zeros(1000)
+    store.publish(
+        make_snapshot(1),
+        step=1,
+        extra=history,
+        extra_arrays={"a": array},
+        veto=lambda incumbent, new: go.wait(60) and None,
+        background=True,
+    )
+    history["loss"] += [2.0] * 10_000
+    array[:] = 7
+    go.set()
+    store.wait()
+    latest = CheckpointStore(store.directory).latest()
+    assert latest.manifest.extra == {"loss": [1.0], "10": "ten", "9": "nine"}
+    assert not store.extra_arrays(latest.path)["a"].any()
+
+
+@pytest.mark.parametrize("key", ["a//b", "/abs", "./x", "x/.", "ä/ü", "vars/1", "with blank"])
+def test_strange_names_are_read_back_or_refused_before_anything_is_replaced(store, key):
+    name = f"m{store.format.suffix}"
+    store.publish(make_snapshot(1), step=1, name=name)
+    try:
+        store.publish(make_snapshot(2), step=2, name=name, extra_arrays={key: np.arange(3)})
+        expected = 2
+    except (CheckpointWriteError, ValueError):
+        expected = 1
+    fresh = CheckpointStore(store.directory, format=store.format)
+    assert stored_seed(fresh) == expected
+    if expected == 2:
+        assert fresh.extra_arrays(name)[key].tolist() == [0, 1, 2]
+
+
+def test_what_cannot_be_read_back_is_not_published(store, monkeypatch):
+    name = f"m{store.format.suffix}"
+    store.publish(make_snapshot(1), step=1, name=name)
+    monkeypatch.setattr("keras_safe_ckpt.storage.manifest.LARGEST_BYTES", 100)
+    monkeypatch.setattr("keras_safe_ckpt.storage.formats.weights_h5.LARGEST_BYTES", 100)
+    monkeypatch.setattr("keras_safe_ckpt.storage.formats.keras_zip.LARGEST_BYTES", 100)
+    store._catalog._manifests.clear()
+    with pytest.raises(CheckpointWriteError, match="bytes"):
+        store.publish(make_snapshot(2), step=2, name=name)
+    monkeypatch.undo()
+    assert stored_seed(store) == 1
+
+
 # Retention
 
 
@@ -265,6 +374,59 @@ def test_prune_keeps_the_newest(store):
     assert [path.name[:15] for path in deleted] == ["ckpt-0000000000", "ckpt-0000000001"]
     assert steps(store) == [2, 3]
     assert events(store, "prune")[0]["files"] == [path.name for path in deleted]
+
+
+def test_retention_never_displaces_a_model_of_another_name(store):
+    best = f"best{store.format.suffix}"
+    store.publish(make_snapshot(9), step=0, name=best)
+    for step in range(1, 6):
+        store.publish(make_snapshot(step), step=step, retention=KeepNewest(2))
+    assert steps(store) == [0, 4, 5]
+    store.prune(KeepNewest(1))
+    assert steps(store) == [0, 5]
+
+
+def test_retention_leaves_other_workers_alone(store):
+    for worker in ("0", "1"):
+        mine = CheckpointStore(store.directory, format=store.format, worker=worker)
+        for step in range(3):
+            name = f"w{worker}-{step}{store.format.suffix}"
+            mine.publish(
+                make_snapshot(step), step=step, name=name, series="w", retention=KeepNewest(1)
+            )
+    assert sorted(names(store)) == [f"w{n}-2{store.format.suffix}" for n in "01"]
+
+
+def test_retention_keeps_what_it_just_published(store):
+    store.publish(make_snapshot(1), step=1, metrics={"loss": 1})
+    worse = store.publish(
+        make_snapshot(2), step=2, metrics={"loss": 2}, retention=KeepBest(1, "loss")
+    )
+    assert worse.path.exists()
+    assert steps(store) == [1, 2]
+
+
+def test_failing_retention_does_not_fail_the_save(tmp_path):
+    """An old file of somebody else in a sticky directory cannot be deleted."""
+    require_root()
+    folder = tmp_path / "store"
+    store = CheckpointStore(folder)
+    store.publish(make_snapshot(1), step=1)
+    code = """
+store = CheckpointStore(sys.argv[1])
+os.setgid(65534); os.setuid(65534)
+print(store.publish(snapshot(2), step=2).manifest.step)
+from keras_safe_ckpt import KeepNewest
+print(store.publish(snapshot(3), step=3, retention=KeepNewest(1)).manifest.step)
+"""
+    for parent in [*tmp_path.parents[:3], tmp_path]:
+        os.chmod(parent, os.stat(parent).st_mode | 0o555)
+    os.chmod(folder, 0o1777)
+    for name in os.listdir(folder):
+        os.chmod(folder / name, 0o666)
+    assert run_ok(code, folder) == "2\n3\n"
+    assert steps(store) == [1, 3]  # Its own old one is gone, the other one stays.
+    assert "Operation not permitted" in events(store, "error")[0]["error"]
 
 
 def test_prune_keeps_the_best_and_the_newest(store):
@@ -417,6 +579,8 @@ def test_weights_alone_make_no_model(tmp_path):
     store = CheckpointStore(tmp_path)
     store.publish(make_snapshot(), step=1)
     with pytest.raises(ValueError, match=r"Only a \.keras file"):
+        store.load(path=store.latest().path)
+    with pytest.raises(CheckpointNotFoundError):
         store.load()
 
 
@@ -429,8 +593,8 @@ def test_symlink_among_the_checkpoints_is_not_one(store):
 def test_directory_removed_under_the_store(store):
     shutil.rmtree(store.directory)
     assert store.checkpoints() == []
-    with pytest.raises(CheckpointWriteError):
-        store.publish(make_snapshot(1), step=1)
+    store.publish(make_snapshot(1), step=1)
+    assert stored_seed(store) == 1
 
 
 # Events
@@ -556,6 +720,50 @@ store.publish(snapshot(1), step=1, name="taken.weights.h5", background=True)
 """
     done = run(code, tmp_path)
     assert "taken.weights.h5" in done.stderr
+
+
+def test_interrupted_wait_forgets_nothing(tmp_path):
+    """After a Ctrl-C in wait() the save is still pending, and the interpreter waits for it."""
+    code = """
+import signal, threading
+store = CheckpointStore(sys.argv[1])
+go = threading.Event()
+store.publish(snapshot(1), step=1, veto=lambda i, n: go.wait(60) and None, background=True)
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+signal.setitimer(signal.ITIMER_REAL, 0.2)
+try:
+    store.wait()
+except KeyboardInterrupt:
+    print("interrupted", len(store.checkpoints()))
+threading.Timer(0.2, go.set).start()
+if sys.argv[2] == "wait":
+    store.wait()
+    print(len(store.checkpoints()))
+"""
+    assert run_ok(code, tmp_path / "a", "wait") == "interrupted 0\n1\n"
+    assert run_ok(code, tmp_path / "b", "exit") == "interrupted 0\n"
+    assert CheckpointStore(tmp_path / "b").latest().manifest.step == 1
+
+
+def test_fork_while_another_thread_waits(tmp_path):
+    code = """
+import threading
+store = CheckpointStore(sys.argv[1])
+go = threading.Event()
+store.publish(snapshot(1), step=1, veto=lambda i, n: go.wait(60) and None, background=True)
+waiter = threading.Thread(target=store.wait)
+waiter.start()
+while not store._writer._turn.locked():
+    pass
+child = os.fork()
+if child == 0:
+    store.wait()
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+go.set()
+"""
+    assert run_ok(code, tmp_path) == "7\n"
+    assert len(CheckpointStore(tmp_path).checkpoints()) == 1
 
 
 def test_forked_child_neither_waits_nor_loses(tmp_path):

@@ -12,8 +12,8 @@ The stages of a `StagedFile`, in this order::
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
+import logging
 import os
 import shutil
 import stat
@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 
 from keras_safe_ckpt.errors import CheckpointWriteError
-from keras_safe_ckpt.storage.locks import claim
+from keras_safe_ckpt.storage.locks import claim, relax
 from keras_safe_ckpt.storage.paths import (
     absolute,
     make_directory,
@@ -32,6 +32,8 @@ from keras_safe_ckpt.storage.paths import (
     sync_directory,
 )
 from keras_safe_ckpt.storage.temp_names import new_temp_name, owner_of
+
+_log = logging.getLogger(__name__)
 
 #: A temporary file of another machine is taken for abandoned when its lock is free and nothing
 #: was written to it for this long. Should its owner wake up after all, its rename fails cleanly.
@@ -105,16 +107,27 @@ class StagedFile:
             raise RuntimeError(f"sync() must succeed before {self.target} is published.")
         refuse_unsafe_target(self.target)  # Again: something may have been planted meanwhile.
         with self._translated():
-            # Closed first: the lock that marks the temporary file as alive would otherwise
-            # meet a reader of the published file (HDF5 locks what it reads).
-            self._close()
+            # The lock that marks the temporary file as alive must not meet a reader of the
+            # published file (HDF5 locks what it reads), and must not go before the rename (a
+            # sweeper in another container would take the file for abandoned).
+            with contextlib.suppress(OSError):
+                relax(self.descriptor)
             os.replace(self.temp_path, self.target)
+            self._close()
 
     def rollback(self) -> None:
-        """Remove the temporary file; after a commit there is none, and nothing happens."""
-        self._close()
-        with contextlib.suppress(FileNotFoundError):
+        """Remove the temporary file; after a commit there is none, and nothing happens.
+
+        A disk that fails here as well must not hide the error that led here: what is left is
+        swept by a later save.
+        """
+        try:
+            self._close()
             os.unlink(self.temp_path)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            _log.warning("Left %s behind: %s", self.temp_path, error)
 
     def _close(self) -> None:
         descriptor, self.descriptor = self.descriptor, -1
@@ -174,13 +187,16 @@ def sweep_orphans(directory: Path) -> list[str]:
         names = [entry.name for entry in entries if owner_of(entry.name)]
     for name in names:
         path = directory / name
-        if _is_orphan(path):
-            with contextlib.suppress(FileNotFoundError):
+        try:
+            if _is_orphan(path):
                 if path.is_dir():
                     shutil.rmtree(path)
                 else:
                     os.unlink(path)
                 swept.append(name)
+        except OSError as error:
+            # Gone meanwhile, or not ours to remove: no reason for a save to fail.
+            _log.debug("Did not sweep %s: %s", path, error)
     return swept
 
 
@@ -218,17 +234,11 @@ def _is_still(path: Path, descriptor: int) -> bool:
 
 def _is_orphan(path: Path) -> bool:
     owner = owner_of(path.name)
-    if owner is None or (owner.is_on_this_machine() and owner.is_running()):
+    if owner is None or owner.is_running():
         return False
     flags = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-    try:
-        # Writable, because over NFS only that can be locked exclusively.
-        descriptor = os.open(path, flags | (os.O_RDONLY if path.is_dir() else os.O_RDWR))
-    except OSError as error:
-        # Gone meanwhile, a planted link, or somebody else's file: not ours to remove.
-        if error.errno in (errno.ENOENT, errno.ELOOP, errno.EACCES, errno.EPERM):
-            return False
-        raise
+    # Writable, because over NFS only that can be locked exclusively.
+    descriptor = os.open(path, flags | (os.O_RDONLY if path.is_dir() else os.O_RDWR))
     try:
         status = os.fstat(descriptor)
         if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):

@@ -10,10 +10,19 @@ from keras_safe_ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     IncompatibleCheckpointError,
+    UnreadableCheckpointError,
 )
 from keras_safe_ckpt.storage.formats import FORMATS, format_of
 from keras_safe_ckpt.storage.manifest import Manifest
 from keras_safe_ckpt.storage.retention import Checkpoint
+
+#: What is wrong with a file that is passed over.
+NOT_USABLE = (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+    UnreadableCheckpointError,
+)
 
 #: Told of each file that was passed over, and why.
 OnSkip = Callable[[Path, str], None]
@@ -45,7 +54,7 @@ class Catalog:
                 found.append(Checkpoint(path, self.manifest_of(path)))
             except CheckpointNotFoundError:
                 continue  # Pruned since it was listed.
-            except (CorruptCheckpointError, IncompatibleCheckpointError) as error:
+            except NOT_USABLE as error:
                 if on_skip is not None:
                     on_skip(path, str(error))
         found.sort(key=lambda c: (c.manifest.sequence, c.manifest.wall_time, c.path.name))
@@ -81,7 +90,7 @@ class Catalog:
         """Whether `verify` finds nothing; what it finds is reported."""
         try:
             self.verify(path)
-        except (CheckpointNotFoundError, CorruptCheckpointError) as error:
+        except NOT_USABLE as error:
             on_skip(path, str(error))
             return False
         return True
@@ -123,5 +132,5 @@ def _identity(path: Path) -> _Identity:
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(path) from error
     except OSError as error:
-        raise CorruptCheckpointError(path, f"it cannot be read ({error.strerror})") from error
+        raise UnreadableCheckpointError(path, error) from error
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

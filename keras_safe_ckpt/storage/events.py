@@ -47,7 +47,7 @@ class EventLog:
                 for line in file:
                     try:
                         entry = json.loads(line)
-                    except ValueError:
+                    except (ValueError, RecursionError):
                         continue
                     if isinstance(entry, dict):
                         yield entry

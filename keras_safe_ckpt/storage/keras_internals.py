@@ -34,12 +34,20 @@ def import_keras() -> Any:
     return keras
 
 
+class ObjectsNotLoadedError(ValueError):
+    """Keras goes on when an object cannot be loaded; these are the objects and their errors."""
+
+    def __init__(self, failures: list[tuple[Any, Exception]]) -> None:
+        super().__init__("; ".join(f"{saveable}: {error}" for saveable, error in failures))
+        self.causes = [error for _, error in failures]
+
+
 class Walker(NamedTuple):
     """Keras's own traversal of a model, with stores of our choice."""
 
     #: walk(model, record, assets_directory or None)
     record: Callable[[Any, RecordValue, pathlib.Path | None], None]
-    #: load(model, names, read): raises ValueError naming the objects that did not take theirs
+    #: load(model, names, read): raises ObjectsNotLoadedError
     load: Callable[[Any, Iterable[str], ReadArray], None]
     #: config.json and metadata.json of a .keras file
     serialize: Callable[[Any], tuple[str, str]]
@@ -102,9 +110,7 @@ def walker() -> tuple[Walker | None, str]:
             error_msgs=messages,
         )
         if messages:
-            raise ValueError(
-                "; ".join(f"{saveable}: {error}" for saveable, error in messages.values())
-            )
+            raise ObjectsNotLoadedError(list(messages.values()))
 
     return Walker(record, load, serialize), ""
 
@@ -162,29 +168,29 @@ def _recording_store(base: type) -> Callable[[RecordValue], Any]:
 
 def _loading_store(base: type) -> Callable[[Iterable[str], ReadArray], Any]:
     class LoadingStore(base):  # type: ignore[misc]
+        """Looks names up as Keras does in a file: the group of an object, in it "vars"."""
+
         def __init__(self, names: Iterable[str], read: ReadArray) -> None:
-            self._here: dict[str, str] = {}
             self._read = read
-            self._groups: dict[str, dict[str, str]] = {}
-            self._prefixes: set[str] = set()
+            self._group = ""
+            self._here: dict[str, None] = {}
+            self._children: dict[str, dict[str, None]] = {}
             for name in names:
-                # Keras keeps the variables of an object in a group "vars"; what follows is
-                # the key, which may contain slashes of its own.
-                head, _, key = f"/{name}".partition("/vars/")
-                group = head.lstrip("/")
-                self._groups.setdefault(group, {})[key] = name
-                parts = group.split("/")
-                self._prefixes.update("/".join(parts[:n]) for n in range(1, len(parts) + 1))
+                parts = name.split("/")
+                for depth in range(len(parts)):
+                    group = "/".join(parts[:depth])
+                    self._children.setdefault(group, {})[parts[depth]] = None
 
         def get(self, path: str) -> LoadingStore:
-            self._here = self._groups.get(path, {})
+            self._group = f"{path}/vars" if path else "vars"
+            self._here = self._children.get(self._group, {})
             return self
 
         def has_path(self, path: str) -> bool:
-            return path in self._prefixes
+            return path in self._children
 
         def __getitem__(self, key: str) -> Any:
-            return self._read(self._here[key])
+            return self._read(f"{self._group}/{key}")
 
     return LoadingStore
 

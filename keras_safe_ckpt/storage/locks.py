@@ -98,6 +98,17 @@ def claim(fd: int) -> bool:
         raise system_error(error) from None
 
 
+def relax(fd: int) -> None:
+    """Turn a claim into a shared lock, which still keeps others from claiming the file.
+
+    Raises ``OSError`` where the file system cannot lock.
+    """
+    try:
+        _try_lock(fd, _SHARED)
+    except LockException as error:
+        raise system_error(error) from None
+
+
 class FileLock:
     """One acquisition of one lock: the context manager that ``LockManager`` hands out.
 

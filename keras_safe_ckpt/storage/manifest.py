@@ -23,30 +23,42 @@ import xxhash
 
 from keras_safe_ckpt import __version__
 from keras_safe_ckpt.errors import CorruptCheckpointError, IncompatibleCheckpointError
+from keras_safe_ckpt.storage.dtypes import describe, dtype_from_name
 
 #: The version written, and the newest one understood.
 FORMAT_VERSION = 1
 #: No honest manifest is larger; reading stops here.
 LARGEST_BYTES = 64 << 20
 
-_BLANK_DIGEST = "0" * 32
-
 
 @dataclass(frozen=True)
 class ArrayRecord:
-    """Shape, dtype and xxh3 digest of one array."""
+    """Shape, dtype and xxh3 digest of one array, and where in the HDF5 file its bytes are."""
 
     shape: tuple[int, ...]
     dtype: str
-    digest: str = _BLANK_DIGEST
+    digest: str
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * dtype_from_name(self.dtype).itemsize
+
+    def __str__(self) -> str:
+        return describe(dtype_from_name(self.dtype), self.shape)
 
 
 @dataclass(frozen=True)
 class Manifest:
     """Where in the run a checkpoint was taken, by whom, and what it must contain.
 
-    ``sequence`` orders the checkpoints of a directory: each is one more than the highest that
-    its writer could see. Neither a wrong clock nor a run that starts over at step 0 disturbs it.
+    ``sequence`` orders the checkpoints of a directory: the time in milliseconds, or one more than
+    the highest that its writer could see if that is more. Neither a clock that was set back nor a
+    run that starts over at step 0 disturbs it. ``series`` names what is pruned together.
+
+    The HDF5 file has ``size`` bytes: the ``arrays``, and everything else, whose digest is
+    ``structure``. All of it can be checked without HDF5, which one damaged byte can send into an
+    endless loop.
     """
 
     step: int = 0
@@ -57,18 +69,21 @@ class Manifest:
     mode: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     sequence: int = 0
+    series: str = ""
+    optimizer: str | None = None
     host: str = ""
     pid: int = 0
     worker: str | None = None
     wall_time: float = 0.0
     versions: Mapping[str, str] = field(default_factory=dict)
     arrays: Mapping[str, ArrayRecord] = field(default_factory=dict)
-    structure: str = _BLANK_DIGEST
+    size: int = 0
+    structure: str = ""
     members: Mapping[str, str] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> bytes:
-        """The manifest and its own digest; of one length whatever the digests are."""
+        """The manifest and its own digest."""
         body = _canonical(asdict(self))
         return b'{"digest":"%s","manifest":%s}' % (_digest(body).encode(), body)
 
@@ -142,7 +157,12 @@ def _digest(data: bytes) -> str:
 def _checked(body: dict[str, Any]) -> Manifest:
     body = dict(body)
     arrays = {
-        str(path): ArrayRecord(_shape(record["shape"]), str(record["dtype"]), record["digest"])
+        str(path): ArrayRecord(
+            _shape(record["shape"]),
+            str(record["dtype"]),
+            str(record["digest"]),
+            _not_negative(record["offset"]),
+        )
         for path, record in body.pop("arrays").items()
     }
     manifest = Manifest(arrays=arrays, **body)
@@ -156,6 +176,9 @@ def _checked(body: dict[str, Any]) -> Manifest:
         "monitor": (str, type(None)),
         "mode": (str, type(None)),
         "worker": (str, type(None)),
+        "optimizer": (str, type(None)),
+        "series": (str,),
+        "size": (int,),
         "host": (str,),
         "structure": (str,),
         "wall_time": (int, float),
@@ -169,7 +192,15 @@ def _checked(body: dict[str, Any]) -> Manifest:
             raise ValueError(f"{name} is {value!r}")
     if not all(isinstance(value, (int, float)) for value in manifest.metrics.values()):
         raise ValueError(f"metrics are {dict(manifest.metrics)!r}")
+    for record in arrays.values():
+        dtype_from_name(record.dtype)
     return manifest
+
+
+def _not_negative(value: Any) -> int:
+    if not isinstance(value, int) or value < 0:
+        raise ValueError(f"an offset is {value!r}")
+    return value
 
 
 def _shape(value: Any) -> tuple[int, ...]:

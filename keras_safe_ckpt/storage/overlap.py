@@ -20,17 +20,20 @@ class OverlappedWriter:
         self._write = write
         self._queue: queue.Queue[memoryview | None] = queue.Queue(maxsize=2)
         self._error: BaseException | None = None
+        # A daemon: a Ctrl-C at the wrong moment may leave it without anybody who ends it, and
+        # the program must end all the same. Whoever saves waits for it by `drain`.
         self._thread: threading.Thread | None = threading.Thread(
-            target=self._run, name="keras_safe_ckpt-write"
+            target=self._run, name="keras_safe_ckpt-write", daemon=True
         )
+
+    def __enter__(self) -> OverlappedWriter:
+        assert self._thread is not None
         try:
             self._thread.start()
         except RuntimeError:
             # An interpreter that is shutting down starts no threads, and the save that it
             # waits for must still be finished: one thing after the other, then.
             self._thread = None
-
-    def __enter__(self) -> OverlappedWriter:
         return self
 
     def __exit__(

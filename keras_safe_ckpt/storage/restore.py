@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from keras_safe_ckpt.errors import IncompatibleCheckpointError
+from keras_safe_ckpt.errors import (
+    CheckpointNotFoundError,
+    IncompatibleCheckpointError,
+    SafeCheckpointError,
+)
 from keras_safe_ckpt.storage.atomic import StagedFile, scratch_directory
+from keras_safe_ckpt.storage.dtypes import describe
 from keras_safe_ckpt.storage.formats import format_of
-from keras_safe_ckpt.storage.formats.format import OpenCheckpoint
-from keras_safe_ckpt.storage.formats.hdf5_image import stored_dtype
+from keras_safe_ckpt.storage.formats.format import EXTRA_GROUP, OpenCheckpoint
 from keras_safe_ckpt.storage.formats.weights_h5 import WeightsH5
 from keras_safe_ckpt.storage.keras_internals import (
+    ObjectsNotLoadedError,
     Walker,
     has_loader_of_its_own,
     import_keras,
     walker,
 )
-from keras_safe_ckpt.storage.manifest import ArrayRecord, Manifest
+from keras_safe_ckpt.storage.manifest import Manifest
 from keras_safe_ckpt.storage.snapshot import Snapshot, capture
 
 _log = logging.getLogger(__name__)
@@ -43,9 +49,25 @@ def load_file(
         if model is not None:
             _load_into(model, checkpoint, path)
             return model, checkpoint.manifest
-    # Keras's safe mode stays on: nothing in a checkpoint is ever executed.
-    model = import_keras().models.load_model(path, custom_objects=custom_objects)
+        before = _inode(path)
+    # Keras opens the path itself; what is there now may have been published a moment ago.
+    # Its safe mode stays on: nothing in a checkpoint is ever executed.
+    try:
+        model = import_keras().models.load_model(path, custom_objects=custom_objects)
+    except ValueError as error:
+        if _inode(path) is None:
+            raise CheckpointNotFoundError(path, "it was pruned while it was loaded") from error
+        raise
+    if _inode(path) != before:
+        return load_file(path, None, custom_objects)
     return model, checkpoint.manifest
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return os.stat(path).st_ino
+    except FileNotFoundError:
+        return None
 
 
 def _load_into(model: Any, checkpoint: OpenCheckpoint, path: Path) -> None:
@@ -55,11 +77,11 @@ def _load_into(model: Any, checkpoint: OpenCheckpoint, path: Path) -> None:
     the arrays go one by one from the file into the variables: holding all the old or all the new
     ones in memory would double the model and take longer than the load itself.
     """
-    records = checkpoint.manifest.arrays
-    with_optimizer = any(name.startswith(_OPTIMIZER) for name in records)
+    manifest = checkpoint.manifest
+    with_optimizer = any(name.startswith(_OPTIMIZER) for name in manifest.arrays)
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and not optimizer.built:
-        saved = sum(name.startswith(_OPTIMIZER) for name in records)
+        saved = sum(name.startswith(_OPTIMIZER) for name in manifest.arrays)
         if saved > len(optimizer.variables):
             # Keras would skip an optimizer that has no slots yet, and training would go on
             # with its momentum lost. (One that was saved before its first step has none.)
@@ -68,13 +90,8 @@ def _load_into(model: Any, checkpoint: OpenCheckpoint, path: Path) -> None:
         _log.warning("%s holds no optimizer state; the optimizer was left as it is.", path)
     # No copy, but it keeps the old values alive while it is there.
     before = capture(model, scratch=path.parent)
-    differences = _differences(before, records, with_optimizer)
+    differences = _differences(before, manifest, with_optimizer)
     if differences:
-        if all(name.startswith(_OPTIMIZER) for name in differences):
-            differences.append(
-                "the weights fit, the optimizer does not: compile the model with the optimizer "
-                "that was saved, or again with this one if it was saved before its first step"
-            )
         raise IncompatibleCheckpointError(path, differences)
 
     fast, _ = walker()
@@ -84,31 +101,50 @@ def _load_into(model: Any, checkpoint: OpenCheckpoint, path: Path) -> None:
         _load_with_undo(fast, model, checkpoint, path, before)
     else:
         del before
-        _load_through(fast, model, checkpoint)
+        _load_through(fast, model, checkpoint, path)
 
 
-def _load_through(fast: Walker, model: Any, checkpoint: OpenCheckpoint) -> None:
+def _load_through(fast: Walker, model: Any, checkpoint: OpenCheckpoint, path: Path) -> None:
     """Only Keras's own code, which has no reason left to fail."""
     names = checkpoint.manifest.arrays
     try:
         fast.load(model, names, checkpoint.read_array)
-    except KeyboardInterrupt:
-        # Half a model is worse than either: finish, then let the interrupt have its way.
-        fast.load(model, names, checkpoint.read_array)
-        raise
+    except BaseException as interruption:
+        # Ctrl-C, a signal handler that raises, memory that was short for a moment: half a model
+        # is worse than either, so finish first.
+        try:
+            fast.load(model, names, checkpoint.read_array)
+        except ObjectsNotLoadedError as error:
+            raise _first_cause(error, path) from error
+        if not isinstance(interruption, ObjectsNotLoadedError):
+            raise
+        for cause in interruption.causes:
+            if not isinstance(cause, SafeCheckpointError):
+                raise cause from None  # Not ours: Keras took it for an object that failed.
 
 
 def _load_with_undo(
     fast: Walker, model: Any, checkpoint: OpenCheckpoint, path: Path, before: Snapshot
 ) -> None:
+    def read(name: str) -> np.ndarray[Any, Any]:
+        # A plain array: what the user's own code does with it is its own business.
+        return np.array(checkpoint.read_array(name))
+
     try:
-        fast.load(model, checkpoint.manifest.arrays, checkpoint.read_array)
+        fast.load(model, checkpoint.manifest.arrays, read)
     except BaseException as error:
         old = before.host_arrays()
         fast.load(model, old, old.__getitem__)
-        if isinstance(error, Exception):
-            raise IncompatibleCheckpointError(path, [str(error)]) from error
+        if isinstance(error, ObjectsNotLoadedError):
+            raise _first_cause(error, path) from error
         raise
+
+
+def _first_cause(error: ObjectsNotLoadedError, path: Path) -> Exception:
+    for cause in error.causes:
+        if isinstance(cause, SafeCheckpointError):
+            return cause
+    return IncompatibleCheckpointError(path, [str(error)])
 
 
 def _load_publicly(model: Any, path: Path, before: Snapshot) -> None:
@@ -121,30 +157,32 @@ def _load_publicly(model: Any, path: Path, before: Snapshot) -> None:
         raise
 
 
-def _differences(
-    model: Snapshot, records: Mapping[str, ArrayRecord], with_optimizer: bool
-) -> list[str]:
-    """What the model's own variables need and the file does not have, and the reverse."""
-    wanted = {name: _described(array) for name, array in model.host_arrays().items()}
-    offered = {name: f"{r.dtype}{list(r.shape)}" for name, r in records.items()}
+def _differences(model: Snapshot, manifest: Manifest, with_optimizer: bool) -> list[str]:
+    """What the model needs and the file does not have, and the reverse."""
+    has = {name: describe(a.dtype, a.shape) for name, a in model.host_arrays().items()}
+    offered = {name: str(record) for name, record in manifest.arrays.items()}
     differences = []
+    if with_optimizer and model.optimizer and model.optimizer != manifest.optimizer:
+        differences.append(
+            f"optimizer: the model has {model.optimizer}, the file {manifest.optimizer}"
+        )
     for name in sorted(model.variables):
         if name.startswith(_OPTIMIZER) and not with_optimizer:
             continue
-        if wanted[name] != offered.get(name):
+        if has[name] != offered.get(name):
             there = offered.get(name, "nothing")
-            differences.append(f"{name}: the model has {wanted[name]}, the file {there}")
-    groups = {name.rpartition("/")[0] for name in model.variables}
-    for name in sorted(set(offered) - set(wanted)):
-        # Groups that the model does not have at all are left alone, as Keras does (the
-        # optimizer of a model that is not compiled); one array too many is another model.
-        if name.rpartition("/")[0] in groups:
-            differences.append(f"{name}: the file has {offered[name]}, the model nothing")
+            differences.append(f"{name}: the model has {has[name]}, the file {there}")
+    for name in sorted(offered.keys() - has.keys()):
+        # Only a model that is not compiled may leave something: the optimizer's state.
+        left = name.startswith(_OPTIMIZER) and model.optimizer is None
+        if not left and not name.startswith(f"{EXTRA_GROUP}/"):
+            differences.append(f"{name}: the model has nothing, the file {offered[name]}")
+    if differences and all(text.startswith("optimizer") for text in differences):
+        differences.append(
+            "the weights fit, the optimizer does not: compile the model with the optimizer that "
+            "was saved, or again with this one if it was saved before its first step"
+        )
     return differences
-
-
-def _described(array: np.ndarray[Any, Any]) -> str:
-    return f"{stored_dtype(array.dtype)}{list(array.shape)}"
 
 
 def _put_back(model: Any, before: Snapshot, scratch: Path) -> None:

@@ -32,12 +32,14 @@ class Snapshot:
 
     ``arrays`` maps the HDF5 path of each array to a tensor or NumPy array, in Keras's order;
     ``variables`` names those that are variables of the model; ``groups`` holds the attributes
-    of each HDF5 group. The last three are there only for a whole model (``.keras``).
+    of each HDF5 group; ``optimizer`` is the class of the optimizer. The last three are there only
+    for a whole model (``.keras``).
     """
 
     groups: Mapping[str, Mapping[str, str]]
     arrays: Mapping[str, Any]
     variables: frozenset[str] = frozenset()
+    optimizer: str | None = None
     config: str | None = None
     metadata: str | None = None
     assets: Mapping[str, bytes] = field(default_factory=dict)
@@ -59,6 +61,7 @@ def capture(model: Any, *, whole_model: bool = False, scratch: Path | None = Non
         _say_slow_once(reason)
         return _capture_by_saving(model, whole_model, scratch)
 
+    optimizer = _optimizer_class(model)
     groups: dict[str, Mapping[str, str]] = {}
     arrays: dict[str, Any] = {}
     variables: set[str] = set()
@@ -73,12 +76,12 @@ def capture(model: Any, *, whole_model: bool = False, scratch: Path | None = Non
 
     if not whole_model:
         fast.record(model, receive, None)
-        return Snapshot(groups, arrays, frozenset(variables))
+        return Snapshot(groups, arrays, frozenset(variables), optimizer)
     config, metadata = fast.serialize(model)
     with tempfile.TemporaryDirectory(prefix="keras_safe_ckpt-") as directory:
         fast.record(model, receive, Path(directory))
         assets = _files_below(Path(directory))
-    return Snapshot(groups, arrays, frozenset(variables), config, metadata, assets)
+    return Snapshot(groups, arrays, frozenset(variables), optimizer, config, metadata, assets)
 
 
 def _require_built(model: Any) -> None:
@@ -90,6 +93,18 @@ def _require_built(model: Any) -> None:
             "The model has no weights yet, so there is nothing to save. Call it on some data or "
             f"use `model.build(input_shape)` first. Received: model={model.name!r}"
         )
+
+
+def _optimizer_class(model: Any) -> str | None:
+    optimizer = getattr(model, "optimizer", None)
+    return None if optimizer is None else type(optimizer).__name__
+
+
+def freeze(value: Any) -> Any:
+    """What ``value`` (an array, a tensor or a variable) is now, not to change any more."""
+    if isinstance(value, (np.ndarray, np.generic, int, float, list, tuple)):
+        return np.array(value)
+    return _without_copy(value)[0]
 
 
 def _without_copy(value: Any) -> tuple[Any, bool]:
@@ -138,7 +153,7 @@ def _capture_by_saving(model: Any, whole_model: bool, scratch: Path | None) -> S
             if not whole_model:
                 path = directory / "model.weights.h5"
                 model.save_weights(path)
-                return Snapshot(*_read_keras_h5(path))
+                return Snapshot(*_read_keras_h5(path), _optimizer_class(model))
             path = directory / "model.keras"
             model.save(path)
             with zipfile.ZipFile(path) as archive:
@@ -150,6 +165,7 @@ def _capture_by_saving(model: Any, whole_model: bool, scratch: Path | None) -> S
                 }
                 return Snapshot(
                     *_read_keras_h5(weights),
+                    _optimizer_class(model),
                     archive.read("config.json").decode(),
                     archive.read("metadata.json").decode(),
                     assets,

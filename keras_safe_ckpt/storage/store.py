@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import operator
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,15 @@ from keras_safe_ckpt.errors import (
     CheckpointWriteError,
     CorruptCheckpointError,
     IncompatibleCheckpointError,
+    SafeCheckpointError,
+    UnreadableCheckpointError,
 )
 from keras_safe_ckpt.storage.atomic import StagedFile, sweep_orphans
 from keras_safe_ckpt.storage.catalog import Catalog, OnSkip
 from keras_safe_ckpt.storage.events import EventLog
 from keras_safe_ckpt.storage.formats import FORMATS, format_of
 from keras_safe_ckpt.storage.formats.format import EXTRA_GROUP, StorageFormat
-from keras_safe_ckpt.storage.lock_backend import Locks
+from keras_safe_ckpt.storage.lock_backend import HeldLock, Locks
 from keras_safe_ckpt.storage.locks import LockManager
 from keras_safe_ckpt.storage.manifest import Manifest, describe_writer
 from keras_safe_ckpt.storage.paths import (
@@ -35,7 +38,7 @@ from keras_safe_ckpt.storage.paths import (
 )
 from keras_safe_ckpt.storage.restore import load_file
 from keras_safe_ckpt.storage.retention import Checkpoint, Retention
-from keras_safe_ckpt.storage.snapshot import Snapshot, capture
+from keras_safe_ckpt.storage.snapshot import Snapshot, capture, freeze
 from keras_safe_ckpt.storage.writer import BackgroundWriter
 
 _log = logging.getLogger(__name__)
@@ -50,9 +53,10 @@ Veto = Callable[[Manifest | None, Manifest], str | None]
 
 def unless_newer(incumbent: Manifest | None, new: Manifest) -> str | None:
     """Leave in place what another process published meanwhile, if it is newer."""
-    if incumbent is not None and incumbent.sequence > new.sequence:
-        return f"the one in place is newer (sequence {incumbent.sequence} > {new.sequence})"
-    return None
+    if incumbent is None:
+        return None
+    theirs, ours = (incumbent.sequence, incumbent.wall_time), (new.sequence, new.wall_time)
+    return f"the one in place is newer ({theirs} > {ours})" if theirs > ours else None
 
 
 class CheckpointStore:
@@ -112,6 +116,7 @@ class CheckpointStore:
         extra: Mapping[str, Any] | None = None,
         extra_arrays: Mapping[str, Any] | None = None,
         name: str | None = None,
+        series: str | None = None,
         veto: Veto = unless_newer,
         retention: Retention | None = None,
         background: bool = False,
@@ -121,9 +126,14 @@ class CheckpointStore:
         Returns the checkpoint; None if the veto kept the incumbent, or with ``background=True``,
         where the model is captured when this returns and durable after `wait`. An error in the
         background is raised by the next call.
+
+        ``retention`` deletes older checkpoints of the same ``series`` and worker, never the one
+        that is published: without a ``name`` the series is that of the numbered ones, a ``name``
+        of your own is a series of its own.
         """
         self._writer.raise_error()
         step = _whole_number("step", step)
+        series = series or name or f"ckpt-*{self.format.suffix}"
         if name is None:
             name = f"ckpt-{step:010d}{self.format.suffix}"
         refuse_unsafe_name(name, self.directory)
@@ -138,13 +148,15 @@ class CheckpointStore:
             step=step,
             epoch=None if epoch is None else _whole_number("epoch", epoch),
             batch=None if batch is None else _whole_number("batch", batch),
-            metrics={key: float(value) for key, value in (metrics or {}).items()},
+            metrics={str(key): float(value) for key, value in (metrics or {}).items()},
             monitor=monitor,
             mode=mode,
-            extra=dict(extra or {}),
+            # As it will be read back, and as it is now: the caller may go on changing it.
+            extra=json.loads(json.dumps(dict(extra or {}))),
+            series=series,
+            optimizer=snapshot.optimizer,
             **describe_writer(self.worker),
         )
-        draft.to_json()  # What is not JSON is refused now, not by the thread that saves.
 
         def save() -> Checkpoint | None:
             return self._save(snapshot, draft, name, veto, retention, blocked)
@@ -216,12 +228,20 @@ class CheckpointStore:
     def prune(self, policy: Retention) -> list[Path]:
         """Delete what ``policy`` does not keep; return what was deleted.
 
-        Only files that carry our manifest are ever touched, and none before one that stays has
-        been verified.
+        The policy is asked for each series by itself, so that a periodic save never displaces a
+        best model. Only files that carry our manifest are ever touched, and none before one of
+        the series that stays has been verified.
         """
         self._writer.wait()
+        deleted = []
         with self.locks.exclusive(self.directory / LOCK_NAME) as lock:
-            return self._prune(policy, lock.ensure_held)
+            series: dict[tuple[str, str | None], list[Checkpoint]] = {}
+            for checkpoint in self.checkpoints():
+                key = (checkpoint.manifest.series, checkpoint.manifest.worker)
+                series.setdefault(key, []).append(checkpoint)
+            for present in series.values():
+                deleted += self._delete(present, policy.keep(present), lock.ensure_held)
+        return deleted
 
     def _save(
         self,
@@ -242,6 +262,7 @@ class CheckpointStore:
             with StagedFile(target, step=draft.step) as staged:
                 manifest = self.format.write(staged, snapshot, draft)
                 staged.sync()
+                self._read_back(staged, manifest)
                 # Locked only now, for milliseconds: the bytes are on the disk already.
                 with self.locks.exclusive(self.directory / LOCK_NAME) as lock:
                     reason = veto(self._incumbent(target), manifest)
@@ -253,7 +274,7 @@ class CheckpointStore:
                     self._catalog.remember(target, manifest)
                     size = os.path.getsize(target)
                     if retention is not None:
-                        self._prune(retention, lock.ensure_held)
+                        self._prune_series(retention, Checkpoint(target, manifest), lock)
         except BaseException as error:
             self.events.record("error", error=str(error), kind=type(error).__name__, **facts)
             raise
@@ -274,35 +295,80 @@ class CheckpointStore:
             if isinstance(source, Snapshot)
             else capture(source, whole_model=self.format.whole_model, scratch=self.directory)
         )
-        added = {f"{EXTRA_GROUP}/{key}": value for key, value in extra_arrays.items()}
+        added = {f"{EXTRA_GROUP}/{key}": freeze(value) for key, value in extra_arrays.items()}
         return replace(snapshot, arrays={**snapshot.arrays, **added})
 
     def _next_sequence(self) -> int:
-        return 1 + max((c.manifest.sequence for c in self.checkpoints()), default=0)
+        # The clock, so that what cannot be read at the moment counts as well; more than all
+        # that can be seen, should the clock have been set back.
+        seen = max((c.manifest.sequence for c in self.checkpoints()), default=0)
+        return max(seen + 1, int(time.time() * 1000))
 
     def _incumbent(self, target: Path) -> Manifest | None:
         try:
             return self._catalog.manifest_of(target)
-        except (CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError):
-            return None  # Nothing there, or nothing that could be compared: to be replaced.
+        except (CheckpointNotFoundError, CorruptCheckpointError):
+            return None  # Nothing there, or nothing that is worth keeping.
+        except (IncompatibleCheckpointError, UnreadableCheckpointError) as error:
+            # It may be better than ours, or written by a newer version: hands off.
+            raise CheckpointWriteError(
+                target, f"what is in place cannot be compared with it: {error}"
+            ) from error
 
-    def _prune(self, policy: Retention, ensure_held: Callable[[], None]) -> list[Path]:
-        present = self.checkpoints()
-        kept = {checkpoint.path for checkpoint in policy.keep(present)}
+    def _read_back(self, staged: StagedFile, manifest: Manifest) -> None:
+        """Find out before anything is replaced whether what was written can be read."""
+        try:
+            with self.format.open(staged.temp_path) as written:
+                same = written.manifest.to_json() == manifest.to_json()
+        except SafeCheckpointError as error:
+            raise CheckpointWriteError(staged.target, str(error), staged.step) from error
+        if not same:
+            raise CheckpointWriteError(
+                staged.target, "it reads back differently from what was written", staged.step
+            )
+
+    def _prune_series(self, policy: Retention, published: Checkpoint, lock: HeldLock) -> None:
+        mine = (published.manifest.series, published.manifest.worker)
+        series = [
+            checkpoint
+            for checkpoint in self.checkpoints()
+            if (checkpoint.manifest.series, checkpoint.manifest.worker) == mine
+        ]
+        kept = [*policy.keep(series), published]
+        try:
+            self._delete(series, kept, lock.ensure_held)
+        except CheckpointWriteError as error:
+            # The save itself succeeded, and the next one will try again.
+            _log.warning("Could not prune: %s", error)
+            self.events.record("error", error=str(error), kind=type(error).__name__)
+
+    def _delete(
+        self,
+        present: Sequence[Checkpoint],
+        staying: Sequence[Checkpoint],
+        ensure_held: Callable[[], None],
+    ) -> list[Path]:
+        kept = {checkpoint.path for checkpoint in staying}
         doomed = [checkpoint.path for checkpoint in present if checkpoint.path not in kept]
-        staying = [checkpoint.path for checkpoint in present if checkpoint.path in kept]
-        if not doomed or not self._catalog.any_whole(staying, self._report_skip):
+        if not doomed or not self._catalog.any_whole(sorted(kept), self._report_skip):
             return []
         ensure_held()
-        try:
-            for path in doomed:
+        deleted, failed = [], None
+        for path in doomed:
+            try:
                 path.unlink(missing_ok=True)
+                deleted.append(path)
                 self._catalog.forget(path)
+            except OSError as error:
+                failed = CheckpointWriteError(path, error)
+        try:
             sync_directory(self.directory)
         except OSError as error:
-            raise CheckpointWriteError(self.directory, error) from error
-        self.events.record("prune", files=[path.name for path in doomed])
-        return doomed
+            failed = CheckpointWriteError(self.directory, error)
+        self.events.record("prune", files=[path.name for path in deleted])
+        if failed is not None:
+            raise failed
+        return deleted
 
     def _load_newest(
         self, model: Any, custom_objects: Mapping[str, Any] | None
@@ -314,9 +380,15 @@ class CheckpointStore:
             self._report_skip(path, reason)
 
         for checkpoint in reversed(self.checkpoints(report)):
+            if model is None and not format_of(checkpoint.path).whole_model:
+                continue
             try:
                 return checkpoint.path, *load_file(checkpoint.path, model, custom_objects)
-            except (CheckpointNotFoundError, CorruptCheckpointError) as error:
+            except (
+                CheckpointNotFoundError,
+                CorruptCheckpointError,
+                UnreadableCheckpointError,
+            ) as error:
                 report(checkpoint.path, str(error))
         if skipped:
             raise CorruptCheckpointError(
@@ -336,10 +408,7 @@ class CheckpointStore:
         began = time.monotonic()
         if began < self._next_sweep:
             return
-        try:
-            swept = sweep_orphans(self.directory)
-        except OSError as error:
-            raise CheckpointWriteError(self.directory, error) from error
+        swept = sweep_orphans(self.directory) if self.directory.is_dir() else []
         ended = time.monotonic()
         self._next_sweep = ended + 20 * (ended - began)
         if swept:

@@ -1,8 +1,9 @@
 """Names of temporary files that tell who is writing them, so that orphans can be swept.
 
 A name carries the boot id of the kernel (rather than a host name, which clones and containers
-share), the process id and the time at which that process started (process 7 of a restarted
-container is not process 7 of the one before).
+share), the namespace in which the process id means something (each container has its own), the
+process id, and the time at which that process started (process 7 of a restarted container is not
+process 7 of the one before).
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 _PATTERN = re.compile(
-    r"^\..+\.(?P<boot>[0-9a-f]{8})-(?P<pid>\d+)-(?P<start>\d+)-[0-9a-f]{12}\.kscktmp$"
+    r"^\..+\.(?P<boot>[0-9a-f]{8})-(?P<space>\d+)-(?P<pid>\d+)-(?P<start>\d+)"
+    r"-[0-9a-f]{12}\.kscktmp$"
 )
 #: Room for the owner's part within the 255 bytes that file systems allow.
 _LONGEST_STEM_BYTES = 160
@@ -25,6 +27,7 @@ class TempOwner(NamedTuple):
     """Who created a temporary file."""
 
     boot: str
+    space: int
     pid: int
     start: int
 
@@ -32,15 +35,17 @@ class TempOwner(NamedTuple):
         return self.boot == _boot_id()
 
     def is_running(self) -> bool:
-        """Whether that very process still runs; only meaningful on this machine."""
-        return _start_time(self.pid) == self.start
+        """Whether that very process still runs, as far as we can see it."""
+        same_space = self.is_on_this_machine() and self.space == _pid_namespace()
+        return same_space and _start_time(self.pid) == self.start
 
 
 def new_temp_name(target_name: str) -> str:
     """A name that nobody else has, for the file that is to become ``target_name``."""
     stem = target_name.encode(errors="surrogateescape")[:_LONGEST_STEM_BYTES]
     pid = os.getpid()
-    owner = f"{_boot_id()}-{pid}-{_start_time(pid) or 0}-{secrets.token_hex(6)}"
+    process = f"{_pid_namespace()}-{pid}-{_start_time(pid) or 0}"
+    owner = f"{_boot_id()}-{process}-{secrets.token_hex(6)}"
     return f".{stem.decode(errors='ignore')}.{owner}.kscktmp"
 
 
@@ -49,7 +54,7 @@ def owner_of(name: str) -> TempOwner | None:
     match = _PATTERN.match(name)
     if match is None:
         return None
-    return TempOwner(match["boot"], int(match["pid"]), int(match["start"]))
+    return TempOwner(match["boot"], *(int(match[key]) for key in ("space", "pid", "start")))
 
 
 @functools.cache
@@ -62,6 +67,13 @@ def _boot_id() -> str:
         import uuid
 
         return f"{uuid.getnode() & 0xFFFFFFFF:08x}"
+
+
+def _pid_namespace() -> int:
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0  # No namespaces: there is only one.
 
 
 def _start_time(pid: int) -> int | None:

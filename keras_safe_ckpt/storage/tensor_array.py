@@ -7,6 +7,7 @@ moves each byte once: from the file to where the variable keeps it.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -17,16 +18,24 @@ _ALIGNMENT = 64
 
 
 class TensorArray(np.ndarray[Any, Any]):
-    """An ndarray in every respect; give it away, do not write to it afterwards."""
+    """An ndarray in every respect, which gives its memory away to the first tensor made of it.
+
+    Only the first: two variables with one memory would change each other.
+    """
+
+    owns_memory = False  # Views and copies are made without it.
 
     def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> Any:
         import tensorflow as tf
 
         plain = self.view(np.ndarray)
-        try:
-            tensor = tf.experimental.dlpack.from_dlpack(plain.__dlpack__())
-        except (TypeError, BufferError, RuntimeError, tf.errors.OpError):
+        tensor = None
+        if self.owns_memory:
+            self.owns_memory = False
             # bfloat16 and its kin are unknown to DLPack: the ordinary way, with its copies.
+            with contextlib.suppress(TypeError, BufferError, RuntimeError, tf.errors.OpError):
+                tensor = tf.experimental.dlpack.from_dlpack(plain.__dlpack__())
+        if tensor is None:
             tensor = tf.constant(plain)
         return tensor if dtype is None else tf.cast(tensor, dtype)
 
@@ -36,4 +45,6 @@ def empty_tensor_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> TensorAr
     size = math.prod(shape) * dtype.itemsize
     room = np.empty(size + _ALIGNMENT, np.uint8)
     start = -room.ctypes.data % _ALIGNMENT
-    return room[start : start + size].view(dtype).reshape(shape).view(TensorArray)
+    array = room[start : start + size].view(dtype).reshape(shape).view(TensorArray)
+    array.owns_memory = True
+    return array

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
+import weakref
 from collections.abc import Callable
 
 _log = logging.getLogger(__name__)
+
+_writers: weakref.WeakSet[BackgroundWriter] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for writer in list(_writers):
+        writer.forget_parent()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class BackgroundWriter:
@@ -22,20 +35,25 @@ class BackgroundWriter:
     """
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._turn = threading.Lock()
+        # Waited for instead of joining the thread: a Ctrl-C during a join makes Python (to 3.12)
+        # take a running thread for finished, and the interpreter would not wait for it at exit.
+        self._idle = threading.Event()
+        self._idle.set()
+        _writers.add(self)
 
     def submit(self, save: Callable[[], object]) -> None:
         """Begin ``save``; wait for the one before, and raise what it raised."""
         with self._turn:
             self._finish()
+            self._idle.clear()
             thread = threading.Thread(target=self._run, args=(save,), name="keras_safe_ckpt-save")
-            self._thread = thread
             try:
                 thread.start()
             except BaseException:
-                self._thread = None  # Never begun: there is nothing to wait for.
+                if thread.ident is None:  # Never begun: there is nothing to wait for.
+                    self._idle.set()
                 raise
 
     def wait(self) -> None:
@@ -52,13 +70,17 @@ class BackgroundWriter:
     @property
     def busy(self) -> bool:
         """Whether a save is being written now."""
-        thread = self._thread
-        return thread is not None and thread.is_alive()
+        return not self._idle.is_set()
+
+    def forget_parent(self) -> None:
+        """In a forked child: the pending save, and whoever waits for it, are the parent's."""
+        self._turn = threading.Lock()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._error = None
 
     def _finish(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._idle.wait()
         self.raise_error()
 
     def _run(self, save: Callable[[], object]) -> None:
@@ -68,6 +90,8 @@ class BackgroundWriter:
             self._error = error
             # Said at once as well: a program that ends without another call would not hear it.
             _log.error("A save in the background failed: %s", error)
+        finally:
+            self._idle.set()
 
     def __getstate__(self) -> dict[str, object]:
         # A copy (as tuners make of callbacks) is a writer of its own, with nothing pending.

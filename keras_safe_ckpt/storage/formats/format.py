@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,11 +12,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from keras_safe_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from keras_safe_ckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    SafeCheckpointError,
+    UnreadableCheckpointError,
+)
 from keras_safe_ckpt.storage.atomic import StagedFile
-from keras_safe_ckpt.storage.formats.hdf5_image import ArraySpec, stored_dtype
-from keras_safe_ckpt.storage.formats.hdf5_reader import Hdf5Reader
-from keras_safe_ckpt.storage.manifest import ArrayRecord, Manifest
+from keras_safe_ckpt.storage.formats.array_reader import ArrayReader
+from keras_safe_ckpt.storage.manifest import Manifest
 from keras_safe_ckpt.storage.snapshot import Snapshot
 
 #: Arrays beside those of the model (an exact resume needs more than Keras saves) go below this
@@ -24,20 +28,23 @@ from keras_safe_ckpt.storage.snapshot import Snapshot
 EXTRA_GROUP = "keras_safe_ckpt/extra"
 
 
-class OpenCheckpoint(ABC):
-    """A checkpoint file that was opened: its manifest, and the HDF5 file in it."""
+class OpenCheckpoint:
+    """A checkpoint file that was opened: its manifest, and the arrays that it names."""
 
     manifest: Manifest
+    _path: str
     _descriptor: int
-    _reader: Hdf5Reader
+    _reader: ArrayReader
 
-    @abstractmethod
     def verify(self) -> None:
         """Compare every byte with the manifest; `CorruptCheckpointError` at the first doubt."""
+        with damage_reported(self._path):
+            self._reader.verify()
 
     def read_array(self, name: str) -> np.ndarray[Any, Any]:
         """One array of the manifest, compared with its digest."""
-        return self._reader.read_array(name, self.manifest.arrays[name])
+        with damage_reported(self._path):
+            return self._reader.read_array(name)
 
     def __enter__(self) -> OpenCheckpoint:
         return self
@@ -48,7 +55,6 @@ class OpenCheckpoint(ABC):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._reader.close()
         os.close(self._descriptor)
 
 
@@ -67,33 +73,44 @@ class StorageFormat(Protocol):
         """Open a file and read its manifest, which is checked; the arrays are not yet."""
 
 
+#: A file that gives one of these may be whole: it could only not be read now.
+_NOT_ITS_FAULT = (
+    errno.EACCES, errno.EAGAIN, errno.EINTR, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM,
+    errno.ENOTCONN, errno.EPERM, errno.ESTALE, errno.ETIMEDOUT,
+)  # fmt: skip
+
+
 @contextmanager
-def open_for_reading(path: Path) -> Iterator[int]:
+def damage_reported(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Whatever a damaged or hostile file makes a parser raise becomes an error of the tree."""
+    try:
+        yield
+    except SafeCheckpointError:
+        raise
+    except FileNotFoundError as error:
+        raise CheckpointNotFoundError(path) from error
+    except OSError as error:
+        if error.errno in _NOT_ITS_FAULT:
+            raise UnreadableCheckpointError(path, error) from error
+        raise CorruptCheckpointError(path, f"it cannot be read ({error})") from error
+    except Exception as error:
+        raise CorruptCheckpointError(
+            path, f"it cannot be understood ({type(error).__name__}: {error})"
+        ) from error
+
+
+@contextmanager
+def opened_for_reading(path: Path) -> Iterator[int]:
     """A descriptor of a regular file, closed again if the block raises.
 
     A pipe or a device under the name of a checkpoint would block or never end.
     """
-    try:
+    with damage_reported(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError as error:
-        raise CheckpointNotFoundError(path) from error
-    except OSError as error:
-        raise CorruptCheckpointError(path, f"it cannot be opened ({error.strerror})") from error
-    try:
-        if not os.path.isfile(descriptor):
-            raise CorruptCheckpointError(path, "it is not a regular file")
-        yield descriptor
-    except BaseException:
-        os.close(descriptor)
-        raise
-
-
-def specs_and_records(
-    arrays: dict[str, np.ndarray[Any, Any]],
-) -> tuple[dict[str, ArraySpec], dict[str, ArrayRecord]]:
-    """The arrays as HDF5 and as the manifest describe them; the digests are still blank."""
-    specs = {path: ArraySpec.of(array) for path, array in arrays.items()}
-    records = {
-        path: ArrayRecord(spec.shape, stored_dtype(spec.dtype)) for path, spec in specs.items()
-    }
-    return specs, records
+        try:
+            if not os.path.isfile(descriptor):
+                raise CorruptCheckpointError(path, "it is not a regular file")
+            yield descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise

@@ -7,8 +7,8 @@ their room: no copy, one pass, at the speed of the disk, and at any offset of an
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import io
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,10 @@ from typing import Any
 import h5py
 import numpy as np
 import xxhash
+
+from keras_safe_ckpt.storage.dtypes import dtype_to_name
+from keras_safe_ckpt.storage.formats.seekable import SeekableFile
+from keras_safe_ckpt.storage.manifest import ArrayRecord, Manifest
 
 #: Small enough to be still in the processor's cache when it is written after being hashed.
 CHUNK_BYTES = 1 << 20
@@ -55,9 +59,6 @@ class Hdf5Image:
     size: int
     extents: tuple[Extent, ...]
     structure: Mapping[int, bytes]
-
-    def offset_of(self, array: str) -> int:
-        return next(extent.offset for extent in self.extents if extent.array == array)
 
 
 def lay_out(groups: Mapping[str, Mapping[str, str]], arrays: Mapping[str, ArraySpec]) -> Hdf5Image:
@@ -126,81 +127,62 @@ def _reserve(file: h5py.File, path: str, spec: ArraySpec) -> int | None:
 
 
 class ImageWriter:
-    """Stream an image with its arrays, hashing each on the way.
+    """Stream the file that Keras would write for these groups and arrays, hashing on the way."""
 
-    ``digests`` and ``structure_digest`` are complete when `chunks` is exhausted. Arrays named
-    in ``deferred`` are left as zeros and not hashed: their content depends on the digests.
-    """
-
-    def __init__(self, image: Hdf5Image, deferred: frozenset[str] = frozenset()) -> None:
-        self._image = image
-        self._deferred = deferred
+    def __init__(
+        self,
+        groups: Mapping[str, Mapping[str, str]],
+        arrays: Mapping[str, np.ndarray[Any, Any]],
+    ) -> None:
+        self._arrays = arrays
+        self._image = lay_out(groups, {path: ArraySpec.of(array) for path, array in arrays.items()})
         self._structure = xxhash.xxh3_128()
-        self.digests: dict[str, str] = {}
+        self._digests: dict[str, str] = {}
 
     @property
-    def structure_digest(self) -> str:
-        return self._structure.hexdigest()
+    def size(self) -> int:
+        return self._image.size
 
-    def chunks(self, arrays: Mapping[str, np.ndarray[Any, Any]]) -> Iterator[memoryview]:
+    def chunks(self) -> Iterator[memoryview]:
         """Every byte of the file, in order."""
         for extent in self._image.extents:
             if extent.array is None:
                 content = self._image.structure[extent.offset]
                 self._structure.update(content)
                 yield memoryview(content)
-            elif extent.array in self._deferred:
-                yield memoryview(bytes(extent.size))
             else:
-                yield from self._hashed(extent.array, arrays[extent.array])
-        for path, array in arrays.items():
-            if not array.nbytes:
-                self.digests[path] = xxhash.xxh3_128().hexdigest()
+                yield from self._hashed(extent.array)
 
-    def _hashed(self, path: str, array: np.ndarray[Any, Any]) -> Iterator[memoryview]:
+    def complete(self, draft: Manifest) -> Manifest:
+        """The manifest of what was streamed, to be asked for when `chunks` is exhausted."""
+        offsets = {e.array: e.offset for e in self._image.extents if e.array is not None}
+        nothing = xxhash.xxh3_128().hexdigest()
+        records = {
+            path: ArrayRecord(
+                array.shape,
+                dtype_to_name(array.dtype),
+                self._digests.get(path, nothing),
+                offsets.get(path, 0),
+            )
+            for path, array in self._arrays.items()
+        }
+        return dataclasses.replace(
+            draft, arrays=records, size=self.size, structure=self._structure.hexdigest()
+        )
+
+    def _hashed(self, path: str) -> Iterator[memoryview]:
         digest = xxhash.xxh3_128()
-        view = bytes_of(array)
+        view = bytes_of(self._arrays[path])
         for start in range(0, len(view), CHUNK_BYTES):
             chunk = view[start : start + CHUNK_BYTES]
             digest.update(chunk)
             yield chunk
-        self.digests[path] = digest.hexdigest()
-
-
-@functools.cache
-def stored_dtype(dtype: np.dtype[Any]) -> str:
-    """The name of what HDF5 makes of ``dtype``; the same before writing and after reading."""
-    if dtype.name == "bfloat16":
-        return "bfloat16"
-    return str(h5py.h5t.py_create(dtype, logical=True).dtype.name)
+        self._digests[path] = digest.hexdigest()
 
 
 def bytes_of(array: np.ndarray[Any, Any]) -> memoryview:
     """The array's memory as bytes, copied only if it is not contiguous."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-
-
-class SeekableFile(io.RawIOBase):
-    """What a file of ``size`` bytes in no file system needs so that HDF5 finds its way in it."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.size = size
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size}[whence]
-        self._position = base + offset
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
 
 
 class _SparseFile(SeekableFile):

@@ -22,13 +22,14 @@ import xxhash
 
 from keras_safe_ckpt.errors import CorruptCheckpointError
 from keras_safe_ckpt.storage.atomic import StagedFile
+from keras_safe_ckpt.storage.formats.array_reader import ArrayReader
 from keras_safe_ckpt.storage.formats.format import (
     OpenCheckpoint,
-    open_for_reading,
-    specs_and_records,
+    damage_reported,
+    opened_for_reading,
 )
-from keras_safe_ckpt.storage.formats.hdf5_image import CHUNK_BYTES, ImageWriter, lay_out
-from keras_safe_ckpt.storage.formats.hdf5_reader import FileWindow, Hdf5Reader
+from keras_safe_ckpt.storage.formats.hdf5_image import CHUNK_BYTES, ImageWriter
+from keras_safe_ckpt.storage.formats.seekable import FileWindow
 from keras_safe_ckpt.storage.manifest import LARGEST_BYTES, Manifest
 from keras_safe_ckpt.storage.overlap import OverlappedWriter
 from keras_safe_ckpt.storage.snapshot import Snapshot
@@ -47,9 +48,7 @@ class KerasZip:
     def write(self, staged: StagedFile, snapshot: Snapshot, draft: Manifest) -> Manifest:
         if snapshot.config is None or snapshot.metadata is None:
             raise ValueError("A .keras file needs a snapshot of the whole model.")
-        arrays = snapshot.host_arrays()
-        specs, records = specs_and_records(arrays)
-        writer = ImageWriter(image := lay_out(snapshot.groups, specs))
+        writer = ImageWriter(snapshot.groups, snapshot.host_arrays())
         members = {
             _CONFIG: snapshot.config.encode(),
             **{f"assets/{name}": data for name, data in snapshot.assets.items()},
@@ -58,23 +57,18 @@ class KerasZip:
             with zipfile.ZipFile(_ZipTarget(staged, overlapped), "w") as archive:
                 for name, data in members.items():
                     _add(archive, name, [memoryview(data)], len(data))
-                _add(archive, _WEIGHTS, writer.chunks(arrays), image.size)
+                _add(archive, _WEIGHTS, writer.chunks(), writer.size)
                 checksum = archive.getinfo(_WEIGHTS).CRC
                 manifest = dataclasses.replace(
-                    draft,
-                    structure=writer.structure_digest,
+                    writer.complete(draft),
                     members={**_digests(members), _WEIGHTS: f"crc32:{checksum:08x}"},
-                    arrays={
-                        path: dataclasses.replace(record, digest=writer.digests[path])
-                        for path, record in records.items()
-                    },
                 )
                 metadata = _with_manifest(snapshot.metadata, manifest)
                 _add(archive, _METADATA, [memoryview(metadata)], len(metadata))
             overlapped.drain()
         return manifest
 
-    def open(self, path: Path) -> OpenKerasZip:
+    def open(self, path: Path) -> OpenCheckpoint:
         return OpenKerasZip(path)
 
 
@@ -84,9 +78,8 @@ def _digests(members: Mapping[str, bytes]) -> dict[str, str]:
 
 def _with_manifest(metadata: str, manifest: Manifest) -> bytes:
     """Keras's own keys as they were, and ours added to them."""
-    return json.dumps(
-        {**json.loads(metadata), MANIFEST_KEY: json.loads(manifest.to_json())}
-    ).encode()
+    combined = {**json.loads(metadata), MANIFEST_KEY: json.loads(manifest.to_json())}
+    return json.dumps(combined, separators=(",", ":")).encode()
 
 
 def _add(archive: zipfile.ZipFile, name: str, chunks: Iterable[memoryview], size: int) -> None:
@@ -131,27 +124,24 @@ class OpenKerasZip(OpenCheckpoint):
 
     def __init__(self, path: Path) -> None:
         self._path = str(path)
-        with open_for_reading(path) as descriptor:
+        with opened_for_reading(path) as descriptor:
             self._descriptor = descriptor
             self._file = FileWindow(descriptor, 0, os.fstat(descriptor).st_size)
             self._members = self._list_members()
             self.manifest = self._read_manifest()
             start, size = self._place(_WEIGHTS)
-            self._reader = Hdf5Reader(FileWindow(descriptor, start, size), self._path)
+            self._reader = ArrayReader(
+                FileWindow(descriptor, start, size), self.manifest, self._path
+            )
 
     def verify(self) -> None:
-        self._check_members()
-        self._reader.verify(self.manifest)
-        self._reader.check_structure(self.manifest, {})
+        with damage_reported(self._path):
+            self._check_members()
+        super().verify()
 
     def _list_members(self) -> dict[str, zipfile.ZipInfo]:
-        try:
-            with zipfile.ZipFile(self._file) as archive:
-                listed = archive.infolist()
-        except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError) as error:
-            raise CorruptCheckpointError(
-                self._path, f"it is not a whole zip archive ({error})"
-            ) from error
+        with zipfile.ZipFile(self._file) as archive:
+            listed = archive.infolist()
         members = {info.filename: info for info in listed}
         if len(members) != len(listed):
             raise CorruptCheckpointError(self._path, "two of its members have the same name")
