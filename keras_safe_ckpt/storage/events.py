@@ -40,6 +40,11 @@ class EventLog:
                 self._complained = True
                 _log.warning("Cannot write %s (%s); events are lost.", self.path, error)
 
+    def report_skip(self, path: Path, reason: str) -> None:
+        """Say that a checkpoint was passed over, in the log of the program as well."""
+        _log.warning("Passed over %s: %s", path.name, reason)
+        self.record("pass_over", file=path.name, reason=reason)
+
     def read(self) -> Iterator[dict[str, Any]]:
         """All events, oldest first; lines that are not whole are left out."""
         try:

@@ -1,9 +1,9 @@
-"""Which checkpoints to keep. A policy only chooses; `CheckpointStore.prune` deletes."""
+"""Which checkpoints to keep: policies and vetoes only choose, the store acts."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -17,6 +17,19 @@ class Checkpoint:
 
     path: Path
     manifest: Manifest
+
+
+#: Asked under the lock, with what is at the target now and what is to replace it. A text is the
+#: reason to leave the incumbent in place.
+Veto = Callable[[Manifest | None, Manifest], str | None]
+
+
+def unless_newer(incumbent: Manifest | None, new: Manifest) -> str | None:
+    """Leave in place what another process published meanwhile, if it is newer."""
+    if incumbent is None:
+        return None
+    theirs, ours = (incumbent.sequence, incumbent.wall_time), (new.sequence, new.wall_time)
+    return f"the one in place is newer ({theirs} > {ours})" if theirs > ours else None
 
 
 class Retention(Protocol):

@@ -119,8 +119,8 @@ def _without_copy(value: Any) -> tuple[Any, bool]:
     if isinstance(replicas, (tuple, list)) and replicas:
         # A mirrored variable: the local copy is at hand, reading through the strategy is slow.
         value = replicas[0]
-    if hasattr(value, "read_value"):
-        return value.read_value(), is_variable
+    if isinstance(value, tf.Variable):
+        return value.value(), is_variable  # As read_value(), at half its price.
     if tf.is_tensor(value):
         return value, is_variable
     # Memory that the layer may overwrite at any time: this one must be copied.

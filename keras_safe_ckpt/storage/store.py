@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import logging
 import operator
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,44 +18,25 @@ from keras_safe_ckpt.errors import (
     CheckpointWriteError,
     CorruptCheckpointError,
     IncompatibleCheckpointError,
-    SafeCheckpointError,
     UnreadableCheckpointError,
 )
 from keras_safe_ckpt.storage.atomic import StagedFile, sweep_orphans
 from keras_safe_ckpt.storage.catalog import Catalog, OnSkip
 from keras_safe_ckpt.storage.events import EventLog
 from keras_safe_ckpt.storage.formats import FORMATS, format_of
-from keras_safe_ckpt.storage.formats.format import EXTRA_GROUP, StorageFormat
-from keras_safe_ckpt.storage.lock_backend import HeldLock, Locks
+from keras_safe_ckpt.storage.formats.format import EXTRA_GROUP, StorageFormat, read_back
+from keras_safe_ckpt.storage.lock_backend import Locks
 from keras_safe_ckpt.storage.locks import LockManager
 from keras_safe_ckpt.storage.manifest import Manifest, describe_writer
-from keras_safe_ckpt.storage.paths import (
-    absolute,
-    make_directory,
-    refuse_unsafe_name,
-    sync_directory,
-)
+from keras_safe_ckpt.storage.paths import absolute, make_directory, refuse_unsafe_name
+from keras_safe_ckpt.storage.pruning import Pruner
 from keras_safe_ckpt.storage.restore import load_file
-from keras_safe_ckpt.storage.retention import Checkpoint, Retention
+from keras_safe_ckpt.storage.retention import Checkpoint, Retention, Veto, unless_newer
 from keras_safe_ckpt.storage.snapshot import Snapshot, capture, freeze
 from keras_safe_ckpt.storage.writer import BackgroundWriter
 
-_log = logging.getLogger(__name__)
-
 #: The lock of a directory is the file `.keras_safe_ckpt.lock` in it.
 LOCK_NAME = "keras_safe_ckpt"
-
-#: Asked under the lock, with what is at the target now and what is to replace it. A text is the
-#: reason to leave the incumbent in place.
-Veto = Callable[[Manifest | None, Manifest], str | None]
-
-
-def unless_newer(incumbent: Manifest | None, new: Manifest) -> str | None:
-    """Leave in place what another process published meanwhile, if it is newer."""
-    if incumbent is None:
-        return None
-    theirs, ours = (incumbent.sequence, incumbent.wall_time), (new.sequence, new.wall_time)
-    return f"the one in place is newer ({theirs} > {ours})" if theirs > ours else None
 
 
 class CheckpointStore:
@@ -100,6 +80,7 @@ class CheckpointStore:
         self.locks.check(self.directory)
         self.events = EventLog(self.directory)
         self._catalog = Catalog(self.directory)
+        self._pruner = Pruner(self._catalog, self.events)
         self._writer = BackgroundWriter()
         self._next_sweep = 0.0
 
@@ -180,7 +161,7 @@ class CheckpointStore:
 
         Each file passed over is reported with its reason: to ``on_skip``, else in the log.
         """
-        return self._catalog.latest(self._report_skip if on_skip is None else on_skip)
+        return self._catalog.latest(self.events.report_skip if on_skip is None else on_skip)
 
     def verify(self, path: str | os.PathLike[str]) -> Manifest:
         """Compare every byte with the manifest; `CorruptCheckpointError` if one differs."""
@@ -233,15 +214,8 @@ class CheckpointStore:
         the series that stays has been verified.
         """
         self._writer.wait()
-        deleted = []
         with self.locks.exclusive(self.directory / LOCK_NAME) as lock:
-            series: dict[tuple[str, str | None], list[Checkpoint]] = {}
-            for checkpoint in self.checkpoints():
-                key = (checkpoint.manifest.series, checkpoint.manifest.worker)
-                series.setdefault(key, []).append(checkpoint)
-            for present in series.values():
-                deleted += self._delete(present, policy.keep(present), lock.ensure_held)
-        return deleted
+            return self._pruner.prune_each_series(policy, lock)
 
     def _save(
         self,
@@ -262,7 +236,7 @@ class CheckpointStore:
             with StagedFile(target, step=draft.step) as staged:
                 manifest = self.format.write(staged, snapshot, draft)
                 staged.sync()
-                self._read_back(staged, manifest)
+                read_back(self.format, staged, manifest)
                 # Locked only now, for milliseconds: the bytes are on the disk already.
                 with self.locks.exclusive(self.directory / LOCK_NAME) as lock:
                     reason = veto(self._incumbent(target), manifest)
@@ -274,7 +248,7 @@ class CheckpointStore:
                     self._catalog.remember(target, manifest)
                     size = os.path.getsize(target)
                     if retention is not None:
-                        self._prune_series(retention, Checkpoint(target, manifest), lock)
+                        self._pruner.prune_around(Checkpoint(target, manifest), retention, lock)
         except BaseException as error:
             self.events.record("error", error=str(error), kind=type(error).__name__, **facts)
             raise
@@ -315,61 +289,6 @@ class CheckpointStore:
                 target, f"what is in place cannot be compared with it: {error}"
             ) from error
 
-    def _read_back(self, staged: StagedFile, manifest: Manifest) -> None:
-        """Find out before anything is replaced whether what was written can be read."""
-        try:
-            with self.format.open(staged.temp_path) as written:
-                same = written.manifest.to_json() == manifest.to_json()
-        except SafeCheckpointError as error:
-            raise CheckpointWriteError(staged.target, str(error), staged.step) from error
-        if not same:
-            raise CheckpointWriteError(
-                staged.target, "it reads back differently from what was written", staged.step
-            )
-
-    def _prune_series(self, policy: Retention, published: Checkpoint, lock: HeldLock) -> None:
-        mine = (published.manifest.series, published.manifest.worker)
-        series = [
-            checkpoint
-            for checkpoint in self.checkpoints()
-            if (checkpoint.manifest.series, checkpoint.manifest.worker) == mine
-        ]
-        kept = [*policy.keep(series), published]
-        try:
-            self._delete(series, kept, lock.ensure_held)
-        except CheckpointWriteError as error:
-            # The save itself succeeded, and the next one will try again.
-            _log.warning("Could not prune: %s", error)
-            self.events.record("error", error=str(error), kind=type(error).__name__)
-
-    def _delete(
-        self,
-        present: Sequence[Checkpoint],
-        staying: Sequence[Checkpoint],
-        ensure_held: Callable[[], None],
-    ) -> list[Path]:
-        kept = {checkpoint.path for checkpoint in staying}
-        doomed = [checkpoint.path for checkpoint in present if checkpoint.path not in kept]
-        if not doomed or not self._catalog.any_whole(sorted(kept), self._report_skip):
-            return []
-        ensure_held()
-        deleted, failed = [], None
-        for path in doomed:
-            try:
-                path.unlink(missing_ok=True)
-                deleted.append(path)
-                self._catalog.forget(path)
-            except OSError as error:
-                failed = CheckpointWriteError(path, error)
-        try:
-            sync_directory(self.directory)
-        except OSError as error:
-            failed = CheckpointWriteError(self.directory, error)
-        self.events.record("prune", files=[path.name for path in deleted])
-        if failed is not None:
-            raise failed
-        return deleted
-
     def _load_newest(
         self, model: Any, custom_objects: Mapping[str, Any] | None
     ) -> tuple[Path, Any, Manifest]:
@@ -377,7 +296,7 @@ class CheckpointStore:
 
         def report(path: Path, reason: str) -> None:
             skipped.append(reason)
-            self._report_skip(path, reason)
+            self.events.report_skip(path, reason)
 
         for checkpoint in reversed(self.checkpoints(report)):
             if model is None and not format_of(checkpoint.path).whole_model:
@@ -398,10 +317,6 @@ class CheckpointStore:
 
     def _resolved(self, path: str | os.PathLike[str]) -> Path:
         return absolute(self.directory / path)
-
-    def _report_skip(self, path: Path, reason: str) -> None:
-        _log.warning("Passed over %s: %s", path.name, reason)
-        self.events.record("pass_over", file=path.name, reason=reason)
 
     def _sweep(self) -> None:
         """Remove what dead writers left; rarely where looking takes long (a huge directory)."""

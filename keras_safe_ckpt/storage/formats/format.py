@@ -14,6 +14,7 @@ import numpy as np
 
 from keras_safe_ckpt.errors import (
     CheckpointNotFoundError,
+    CheckpointWriteError,
     CorruptCheckpointError,
     SafeCheckpointError,
     UnreadableCheckpointError,
@@ -71,6 +72,19 @@ class StorageFormat(Protocol):
 
     def open(self, path: Path) -> OpenCheckpoint:
         """Open a file and read its manifest, which is checked; the arrays are not yet."""
+
+
+def read_back(format: StorageFormat, staged: StagedFile, manifest: Manifest) -> None:
+    """Find out before anything is replaced whether what was written can be read."""
+    try:
+        with format.open(staged.temp_path) as written:
+            same = written.manifest.to_json() == manifest.to_json()
+    except SafeCheckpointError as error:
+        raise CheckpointWriteError(staged.target, str(error), staged.step) from error
+    if not same:
+        raise CheckpointWriteError(
+            staged.target, "it reads back differently from what was written", staged.step
+        )
 
 
 #: A file that gives one of these may be whole: it could only not be read now.

@@ -1,0 +1,78 @@
+"""Delete what a retention policy does not keep, and never the last whole checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from keras_safe_ckpt.errors import CheckpointWriteError
+from keras_safe_ckpt.storage.catalog import Catalog
+from keras_safe_ckpt.storage.events import EventLog
+from keras_safe_ckpt.storage.lock_backend import HeldLock
+from keras_safe_ckpt.storage.paths import sync_directory
+from keras_safe_ckpt.storage.retention import Checkpoint, Retention
+
+_log = logging.getLogger(__name__)
+
+
+class Pruner:
+    """Prunes the directory of a catalog, one series of one worker at a time, under its lock."""
+
+    def __init__(self, catalog: Catalog, events: EventLog) -> None:
+        self._catalog = catalog
+        self._events = events
+
+    def prune_each_series(self, policy: Retention, lock: HeldLock) -> list[Path]:
+        """Apply ``policy`` to every series by itself; return what was deleted."""
+        series: dict[tuple[str, str | None], list[Checkpoint]] = {}
+        for checkpoint in self._catalog.checkpoints():
+            series.setdefault(_series_of(checkpoint), []).append(checkpoint)
+        deleted = []
+        for present in series.values():
+            deleted += self._delete(present, policy.keep(present), lock)
+        return deleted
+
+    def prune_around(self, published: Checkpoint, policy: Retention, lock: HeldLock) -> None:
+        """Apply ``policy`` to the series of ``published``, which stays in any case."""
+        series = [
+            checkpoint
+            for checkpoint in self._catalog.checkpoints()
+            if _series_of(checkpoint) == _series_of(published)
+        ]
+        try:
+            self._delete(series, [*policy.keep(series), published], lock)
+        except CheckpointWriteError as error:
+            # The save itself succeeded, and the next one will try again.
+            _log.warning("Could not prune: %s", error)
+            self._events.record("error", error=str(error), kind=type(error).__name__)
+
+    def _delete(
+        self, present: Sequence[Checkpoint], staying: Sequence[Checkpoint], lock: HeldLock
+    ) -> list[Path]:
+        kept = {checkpoint.path for checkpoint in staying}
+        doomed = [checkpoint.path for checkpoint in present if checkpoint.path not in kept]
+        if not doomed or not self._catalog.any_whole(sorted(kept), self._events.report_skip):
+            return []
+        lock.ensure_held()
+        deleted, failure = [], None
+        for path in doomed:
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                failure = CheckpointWriteError(path, error)
+            else:
+                deleted.append(path)
+                self._catalog.forget(path)
+        try:
+            sync_directory(self._catalog.directory)
+        except OSError as error:
+            failure = CheckpointWriteError(self._catalog.directory, error)
+        self._events.record("prune", files=[path.name for path in deleted])
+        if failure is not None:
+            raise failure
+        return deleted
+
+
+def _series_of(checkpoint: Checkpoint) -> tuple[str, str | None]:
+    return checkpoint.manifest.series, checkpoint.manifest.worker
