@@ -328,6 +328,30 @@ def test_what_is_captured_does_not_change_any_more(store):
     assert not store.extra_arrays(latest.path)["a"].any()
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.array(["text"]),
+        np.array([object()]),
+        np.array(["2026-01-01"], "datetime64[D]"),
+        np.zeros(2, [("a", "i4"), ("b", "f8")]),
+    ],
+    ids=["text", "object", "datetime", "structured"],
+)
+def test_extra_arrays_must_be_numbers(store, value):
+    with pytest.raises(TypeError, match="array of numbers"):
+        store.publish(make_snapshot(1), step=1, extra_arrays={"a": value})
+
+
+@pytest.mark.parametrize("dtype", [">f4", "bool", "complex128", "S3", "float8_e4m3fn", "bfloat16"])
+def test_extra_arrays_keep_their_dtype(store, dtype):
+    import ml_dtypes
+
+    array = np.zeros((2, 3), getattr(ml_dtypes, dtype, dtype))
+    path = store.publish(make_snapshot(1), step=1, extra_arrays={"a/b": array}).path
+    assert store.extra_arrays(path)["a/b"].dtype == array.dtype
+
+
 @pytest.mark.parametrize("key", ["a//b", "/abs", "./x", "x/.", "ä/ü", "vars/1", "with blank"])
 def test_strange_names_are_read_back_or_refused_before_anything_is_replaced(store, key):
     name = f"m{store.format.suffix}"

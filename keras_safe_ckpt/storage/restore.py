@@ -101,10 +101,10 @@ def _load_into(model: Any, checkpoint: OpenCheckpoint, path: Path) -> None:
         _load_with_undo(fast, model, checkpoint, path, before)
     else:
         del before
-        _load_through(fast, model, checkpoint, path)
+        _load_through(fast, model, checkpoint)
 
 
-def _load_through(fast: Walker, model: Any, checkpoint: OpenCheckpoint, path: Path) -> None:
+def _load_through(fast: Walker, model: Any, checkpoint: OpenCheckpoint) -> None:
     """Only Keras's own code, which has no reason left to fail."""
     names = checkpoint.manifest.arrays
     try:
@@ -115,7 +115,7 @@ def _load_through(fast: Walker, model: Any, checkpoint: OpenCheckpoint, path: Pa
         try:
             fast.load(model, names, checkpoint.read_array)
         except ObjectsNotLoadedError as error:
-            raise _first_cause(error, path) from error
+            raise error.causes[0] from error
         if not isinstance(interruption, ObjectsNotLoadedError):
             raise
         for cause in interruption.causes:

@@ -25,6 +25,9 @@ from keras_safe_ckpt.storage.keras_internals import import_keras, walker
 _log = logging.getLogger(__name__)
 _said_slow = False
 
+#: Dtypes that no HDF5 file holds as they are; those of machine learning are named otherwise.
+_NO_NUMBERS = ("object", "str", "datetime", "timedelta", "void", "record")
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -103,7 +106,10 @@ def _optimizer_class(model: Any) -> str | None:
 def freeze(value: Any) -> Any:
     """What ``value`` (an array, a tensor or a variable) is now, not to change any more."""
     if isinstance(value, (np.ndarray, np.generic, int, float, list, tuple)):
-        return np.array(value)
+        array = np.array(value)
+        if array.dtype.kind in "OUMmV" and array.dtype.name.startswith(_NO_NUMBERS):
+            raise TypeError(f"Expected an array of numbers or bytes. Received: {value!r}")
+        return array
     return _without_copy(value)[0]
 
 

@@ -269,7 +269,7 @@ class CheckpointStore:
             if isinstance(source, Snapshot)
             else capture(source, whole_model=self.format.whole_model, scratch=self.directory)
         )
-        added = {f"{EXTRA_GROUP}/{key}": freeze(value) for key, value in extra_arrays.items()}
+        added = {f"{EXTRA_GROUP}/{_checked_key(k)}": freeze(v) for k, v in extra_arrays.items()}
         return replace(snapshot, arrays={**snapshot.arrays, **added})
 
     def _next_sequence(self) -> int:
@@ -328,6 +328,13 @@ class CheckpointStore:
         self._next_sweep = ended + 20 * (ended - began)
         if swept:
             self.events.record("sweep", files=swept)
+
+
+def _checked_key(key: str) -> str:
+    """HDF5 reads a name as a path, and some as another one than was written."""
+    if any(part in ("", ".") or "\0" in part for part in key.split("/")):
+        raise ValueError(f"Expected names like 'a' or 'a/b' for extra_arrays. Received: {key!r}")
+    return key
 
 
 def _whole_number(name: str, value: object) -> int:
