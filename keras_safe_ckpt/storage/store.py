@@ -178,6 +178,7 @@ class CheckpointStore:
     ) -> tuple[Any, Manifest]:
         """Load the newest whole checkpoint, or the one at ``path``, verified.
 
+        ``path`` is absolute (as that of a `Checkpoint`) or a name in the directory of the store.
         With a ``model`` its weights and optimizer are replaced, or, if anything does not fit,
         left as they were. Without one the file must be a ``.keras``, and a new model is made.
         Returns the model and the manifest.
