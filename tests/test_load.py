@@ -34,7 +34,7 @@ def trained(model):
     return model
 
 
-def refuse(store: CheckpointStore, model, *texts: str) -> None:
+def assert_refused(store: CheckpointStore, model, *texts: str) -> None:
     before = values(model)
     with pytest.raises(IncompatibleCheckpointError) as caught:
         store.load(model)
@@ -46,7 +46,7 @@ def refuse(store: CheckpointStore, model, *texts: str) -> None:
 def test_other_width_is_named(tmp_path):
     store = CheckpointStore(tmp_path)
     store.publish(trained(dense(4)), step=1)
-    refuse(
+    assert_refused(
         store,
         trained(dense(5)),
         "layers/dense/vars/0: the model has float32[6, 5], the file float32[6, 4]",
@@ -56,13 +56,15 @@ def test_other_width_is_named(tmp_path):
 def test_other_depth_is_named(tmp_path):
     store = CheckpointStore(tmp_path)
     store.publish(trained(dense(depth=2)), step=1)
-    refuse(store, trained(dense(depth=3)), "layers/dense_2/vars/0", "the file nothing")
+    assert_refused(store, trained(dense(depth=3)), "layers/dense_2/vars/0", "the file nothing")
 
 
 def test_other_dtype_is_named(tmp_path):
     store = CheckpointStore(tmp_path)
     store.publish(trained(dense()), step=1)
-    refuse(store, trained(dense(dtype="float16")), "the model has float16", "the file float32")
+    assert_refused(
+        store, trained(dense(dtype="float16")), "the model has float16", "the file float32"
+    )
 
 
 def test_other_optimizer_is_named(tmp_path):
@@ -70,7 +72,7 @@ def test_other_optimizer_is_named(tmp_path):
     store.publish(trained(dense()), step=1)
     model = dense()
     model.compile("sgd", "mse")
-    refuse(store, trained(model), "optimizer: the model has SGD, the file Adam")
+    assert_refused(store, trained(model), "optimizer: the model has SGD, the file Adam")
 
 
 def test_optimizer_of_the_same_shape_is_told_apart(tmp_path):
@@ -78,13 +80,15 @@ def test_optimizer_of_the_same_shape_is_told_apart(tmp_path):
     store.publish(trained(dense()), step=1)
     model = dense()
     model.compile("adamw", "mse")
-    refuse(store, trained(model), "the model has AdamW, the file Adam")
+    assert_refused(store, trained(model), "the model has AdamW, the file Adam")
 
 
 def test_layer_too_many_in_the_file_is_named(tmp_path):
     store = CheckpointStore(tmp_path)
     store.publish(dense(depth=3, compiled=False), step=1)
-    refuse(store, dense(depth=2, compiled=False), "layers/dense_2/vars/0: the model has nothing")
+    assert_refused(
+        store, dense(depth=2, compiled=False), "layers/dense_2/vars/0: the model has nothing"
+    )
 
 
 def test_optimizer_that_is_not_built_is_built_first(tmp_path):
@@ -106,7 +110,7 @@ def test_optimizer_saved_before_its_first_step(tmp_path):
     store.load(fresh)
     assert float(fresh.optimizer.learning_rate) == 0.5
     assert not fresh.optimizer.built
-    refuse(store, trained(dense()), "the weights fit, the optimizer does not")
+    assert_refused(store, trained(dense()), "the weights fit, the optimizer does not")
 
 
 def test_weights_of_a_model_without_optimizer_load_and_say_so(tmp_path, caplog):
