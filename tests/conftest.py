@@ -22,6 +22,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = chosen
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what the campaigns counted, also when they ran in other processes."""
+    for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
+        for name, value in getattr(report, "user_properties", []):
+            if name == "campaign" and report.when == "call":
+                terminalreporter.write_line(f"campaign: {value}")
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     """Mounts a real file system with the given options, to fill it up or make it read-only."""
