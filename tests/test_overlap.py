@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+from processes import run_ok
 
 from keras_safe_ckpt.storage.overlap import OverlappedWriter
 
@@ -43,6 +44,16 @@ def test_drain_after_the_block_returns():
         writer.write(memoryview(b"a"))
     writer.drain()
     assert not any(thread.name == "keras_safe_ckpt-write" for thread in threading.enumerate())
+
+
+def test_writer_that_nobody_ends_does_not_keep_the_program_alive():
+    """As after a Ctrl-C between its start and the block."""
+    code = """
+from keras_safe_ckpt.storage.overlap import OverlappedWriter
+OverlappedWriter(lambda chunk: None).__enter__()
+print("end")
+"""
+    assert run_ok(code, timeout=30) == "end\n"
 
 
 def test_thread_ends_with_the_block():

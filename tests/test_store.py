@@ -672,6 +672,22 @@ for n in range(200):
     assert len({(e["who"], e["n"]) for e in map(json.loads, lines)}) == 800
 
 
+def test_line_of_the_log_that_is_too_deep_is_left_out(store):
+    store.events.path.write_bytes(b"[" * 200_000 + b"\n")
+    store.events.record("first")
+    assert [event["event"] for event in store.events.read()] == ["first"]
+
+
+def test_reader_forgets_what_others_deleted(store):
+    """Or it would remember every checkpoint that ever was."""
+    reader = CheckpointStore(store.directory, format=store.format)
+    for step in range(5):
+        store.publish(make_snapshot(step), step=step, retention=KeepNewest(1))
+        assert reader.latest().manifest.step == step
+    assert len(reader._catalog._manifests) == 1
+    assert len(reader._catalog._verified) == 1
+
+
 # Background
 
 
