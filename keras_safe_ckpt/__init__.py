@@ -16,11 +16,13 @@ __all__ = [
     "CheckpointNotFoundError",
     "CheckpointStore",
     "CheckpointWriteError",
+    "ChiefOnly",
     "ClusterConfigError",
     "CorruptCheckpointError",
     "IncompatibleCheckpointError",
     "KeepAny",
     "KeepBest",
+    "KeepEvery",
     "KeepNewest",
     "LockLostError",
     "LockManager",
@@ -29,14 +31,18 @@ __all__ = [
     "LocksUnsupportedError",
     "LockTimeoutError",
     "MergeConflictError",
+    "PerWorker",
     "RedisLocks",
     "SafeCheckpointError",
+    "SafeModelCheckpoint",
     "StaleHolderError",
     "UnreadableCheckpointError",
     "UnsafePathError",
 ]
 
 if TYPE_CHECKING:
+    from keras_safe_ckpt.callbacks.model_checkpoint import SafeModelCheckpoint
+    from keras_safe_ckpt.cluster.write_policies import ChiefOnly, PerWorker
     from keras_safe_ckpt.errors import (
         AgreementError,
         CheckpointNotFoundError,
@@ -57,10 +63,14 @@ if TYPE_CHECKING:
     )
     from keras_safe_ckpt.storage.locks import LockManager
     from keras_safe_ckpt.storage.redis_locks import RedisLocks
-    from keras_safe_ckpt.storage.retention import KeepAny, KeepBest, KeepNewest
+    from keras_safe_ckpt.storage.retention import KeepAny, KeepBest, KeepEvery, KeepNewest
     from keras_safe_ckpt.storage.store import CheckpointStore
 
 _HOME = {
+    "ChiefOnly": "keras_safe_ckpt.cluster.write_policies",
+    "PerWorker": "keras_safe_ckpt.cluster.write_policies",
+    "SafeModelCheckpoint": "keras_safe_ckpt.callbacks.model_checkpoint",
+    "KeepEvery": "keras_safe_ckpt.storage.retention",
     "CheckpointStore": "keras_safe_ckpt.storage.store",
     "KeepAny": "keras_safe_ckpt.storage.retention",
     "KeepBest": "keras_safe_ckpt.storage.retention",

@@ -12,7 +12,7 @@ from keras_safe_ckpt.errors import (
     IncompatibleCheckpointError,
     UnreadableCheckpointError,
 )
-from keras_safe_ckpt.storage.formats import FORMATS, format_of
+from keras_safe_ckpt.storage.formats import format_of
 from keras_safe_ckpt.storage.manifest import Manifest
 from keras_safe_ckpt.storage.retention import Checkpoint
 
@@ -38,8 +38,10 @@ class Catalog:
     file, however often it is asked for.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, suffix: str | None = None) -> None:
         self.directory = directory
+        # Not every .h5 file is a checkpoint: those are looked at only where they are written.
+        self._suffixes = (".keras", ".weights.h5", *([suffix] if suffix else []))
         self._manifests: dict[Path, tuple[_Identity, Manifest]] = {}
         self._verified: dict[Path, _Identity] = {}
 
@@ -112,13 +114,12 @@ class Catalog:
         self._verified.pop(path, None)
 
     def _candidates(self) -> list[Path]:
-        suffixes = tuple(known.suffix for known in FORMATS.values())
         try:
             with os.scandir(self.directory) as entries:
                 return [
                     self.directory / entry.name
                     for entry in entries
-                    if entry.name.endswith(suffixes)
+                    if entry.name.endswith(self._suffixes)
                     and not entry.name.startswith(".")
                     and entry.is_file(follow_symlinks=False)
                 ]

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from keras_safe_ckpt.storage.manifest import Manifest
+
 FILE_NAME = "events.jsonl"
 
 _log = logging.getLogger(__name__)
@@ -45,6 +47,10 @@ class EventLog:
         _log.warning("Passed over %s: %s", path.name, reason)
         self.record("pass_over", file=path.name, reason=reason)
 
+    def report_restore(self, path: Path, manifest: Manifest, seconds: float) -> None:
+        """Say that a checkpoint was loaded."""
+        self.record("restore", **position(manifest, path.name), seconds=seconds)
+
     def read(self) -> Iterator[dict[str, Any]]:
         """All events, oldest first; lines that are not whole are left out."""
         try:
@@ -69,3 +75,13 @@ class EventLog:
             os.write(descriptor, line)
         finally:
             os.close(descriptor)
+
+
+def position(manifest: Manifest, name: str) -> dict[str, Any]:
+    """The facts that each event about a checkpoint has."""
+    return {
+        "file": name,
+        "step": manifest.step,
+        "epoch": manifest.epoch,
+        "batch": manifest.batch,
+    }

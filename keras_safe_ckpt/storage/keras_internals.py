@@ -221,6 +221,50 @@ def has_loader_of_its_own(model: Any) -> bool:
     )
 
 
+@contextmanager
+def compile_record_kept(model: Any) -> Iterator[None]:
+    """Undo what Keras's writer of ``.h5`` files does to the model.
+
+    It takes the optimizer out of the record of how the model was compiled, and the next
+    ``.keras`` file of the model would come without one.
+    """
+    record = getattr(getattr(model, "_compile_config", None), "config", None)
+    before = dict(record) if isinstance(record, dict) else {}
+    try:
+        yield
+    finally:
+        if isinstance(record, dict):
+            record.update(before)
+
+
+def better_direction(callback: Any) -> str:
+    """``"min"`` or ``"max"``, whichever is better for what a callback of Keras monitors.
+
+    With ``mode="auto"`` Keras knows it of the metrics that the model was compiled with, as soon
+    as they are built; ValueError for others.
+    """
+    if callback.mode in ("min", "max"):
+        return str(callback.mode)
+    ask = getattr(callback, "_set_monitor_op", None)
+    if ask is None:
+        return _direction_by_name(callback.monitor)
+    ask()
+    return "min" if callback.monitor_op is import_keras().ops.less else "max"
+
+
+def _direction_by_name(monitor: str) -> str:
+    """For a Keras that cannot be asked: only what cannot be misunderstood."""
+    name = monitor.removeprefix("val_")
+    if name == "loss" or name.endswith("_loss"):
+        return "min"
+    if name in ("acc", "accuracy", "auc"):
+        return "max"
+    raise ValueError(
+        f"Expected mode='min' or mode='max', since it is not known which is better for "
+        f"monitor={monitor!r}. Received: mode='auto'"
+    )
+
+
 def _remember_skipped_attributes(saving_lib: Any) -> None:
     """Fill the cache that Keras means to have, a millisecond for each layer otherwise.
 

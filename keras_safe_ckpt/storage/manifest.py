@@ -52,6 +52,7 @@ class ArrayRecord:
 class Manifest:
     """Where in the run a checkpoint was taken, by whom, and what it must contain.
 
+    ``epoch`` counts the finished epochs, ``batch`` the finished batches of the next one.
     ``sequence`` orders the checkpoints of a directory: the time in milliseconds, or one more than
     the highest that its writer could see if that is more. Neither a clock that was set back nor a
     run that starts over at step 0 disturbs it. ``series`` names what is pruned together.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,17 @@ import numpy as np
 
 from keras_safe_ckpt.errors import (
     CheckpointNotFoundError,
+    CorruptCheckpointError,
     IncompatibleCheckpointError,
     SafeCheckpointError,
+    UnreadableCheckpointError,
 )
 from keras_safe_ckpt.storage.atomic import StagedFile, scratch_directory
+from keras_safe_ckpt.storage.catalog import OnSkip
 from keras_safe_ckpt.storage.dtypes import describe
 from keras_safe_ckpt.storage.formats import format_of
 from keras_safe_ckpt.storage.formats.format import EXTRA_GROUP, OpenCheckpoint
+from keras_safe_ckpt.storage.formats.legacy_h5 import LegacyH5
 from keras_safe_ckpt.storage.formats.weights_h5 import WeightsH5
 from keras_safe_ckpt.storage.keras_internals import (
     ObjectsNotLoadedError,
@@ -28,6 +32,7 @@ from keras_safe_ckpt.storage.keras_internals import (
     walker,
 )
 from keras_safe_ckpt.storage.manifest import Manifest
+from keras_safe_ckpt.storage.retention import Checkpoint
 from keras_safe_ckpt.storage.snapshot import Snapshot, capture
 
 _log = logging.getLogger(__name__)
@@ -63,6 +68,25 @@ def load_file(
     return model, checkpoint.manifest
 
 
+def load_first_whole(
+    candidates: Iterable[Checkpoint],
+    model: Any,
+    custom_objects: Mapping[str, Any] | None,
+    on_skip: OnSkip,
+) -> tuple[Path, Any, Manifest] | None:
+    """Load the first one that is whole; None if there is none. What does not fit is an error."""
+    for checkpoint in candidates:
+        try:
+            return checkpoint.path, *load_file(checkpoint.path, model, custom_objects)
+        except (
+            CheckpointNotFoundError,
+            CorruptCheckpointError,
+            UnreadableCheckpointError,
+        ) as error:
+            on_skip(checkpoint.path, str(error))
+    return None
+
+
 def _inode(path: Path) -> int | None:
     try:
         return os.stat(path).st_ino
@@ -78,6 +102,9 @@ def _load_into(model: Any, checkpoint: OpenCheckpoint, path: Path) -> None:
     ones in memory would double the model and take longer than the load itself.
     """
     manifest = checkpoint.manifest
+    if isinstance(format_of(path), LegacyH5):
+        _load_publicly(model, path, capture(model, scratch=path.parent))
+        return
     with_optimizer = any(name.startswith(_OPTIMIZER) for name in manifest.arrays)
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and not optimizer.built:

@@ -75,6 +75,38 @@ class KeepBest:
 
 
 @dataclass(frozen=True)
+class KeepEvery:
+    """Keep one (the last) of each ``epochs`` epochs, or of each ``hours`` hours."""
+
+    epochs: int | None = None
+    hours: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.epochs is None) == (self.hours is None):
+            raise ValueError(
+                f"Expected either epochs or hours. Received: epochs={self.epochs}, "
+                f"hours={self.hours}"
+            )
+        if self.epochs is not None:
+            _require_positive("epochs", self.epochs)
+        elif not (self.hours or 0) > 0:
+            raise ValueError(f"Expected hours to be more than 0. Received: {self.hours!r}")
+
+    def keep(self, checkpoints: Sequence[Checkpoint]) -> Sequence[Checkpoint]:
+        last = {self._period(c): c for c in checkpoints if self._period(c) is not None}
+        return list(last.values())
+
+    def _period(self, checkpoint: Checkpoint) -> int | None:
+        if self.hours is not None:
+            return int(checkpoint.manifest.wall_time // (self.hours * 3600))
+        epoch, batch = checkpoint.manifest.epoch, checkpoint.manifest.batch
+        if epoch is None or self.epochs is None:
+            return None
+        # The end of epoch 5 closes the period of 1 to 5; one batch later the next one is open.
+        return (epoch if batch else epoch - 1) // self.epochs
+
+
+@dataclass(frozen=True)
 class KeepAny:
     """Keep what any of several policies keeps."""
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import logging
 import tempfile
+import time
 import zipfile
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,12 @@ import numpy as np
 
 from keras_safe_ckpt.errors import CheckpointWriteError
 from keras_safe_ckpt.storage.atomic import scratch_directory
-from keras_safe_ckpt.storage.keras_internals import import_keras, walker
+from keras_safe_ckpt.storage.keras_internals import (
+    Walker,
+    compile_record_kept,
+    import_keras,
+    walker,
+)
 
 _log = logging.getLogger(__name__)
 _said_slow = False
@@ -35,8 +42,9 @@ class Snapshot:
 
     ``arrays`` maps the HDF5 path of each array to a tensor or NumPy array, in Keras's order;
     ``variables`` names those that are variables of the model; ``groups`` holds the attributes
-    of each HDF5 group; ``optimizer`` is the class of the optimizer. The last three are there only
-    for a whole model (``.keras``).
+    of each HDF5 group; ``optimizer`` is the class of the optimizer. ``config``, ``metadata`` and
+    ``assets`` are there only for a whole model (``.keras``). ``sources`` are the TensorFlow
+    variables that were read, ``seconds`` is how long that took.
     """
 
     groups: Mapping[str, Mapping[str, str]]
@@ -46,6 +54,14 @@ class Snapshot:
     config: str | None = None
     metadata: str | None = None
     assets: Mapping[str, bytes] = field(default_factory=dict)
+    sources: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    seconds: float = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """The size of arrays and assets, about that of the file; no array is touched for it."""
+        arrays = sum(_nbytes(value) for value in self.arrays.values())
+        return arrays + sum(len(content) for content in self.assets.values())
 
     def host_arrays(self) -> dict[str, np.ndarray[Any, Any]]:
         """Every array in host memory: a view of the tensor where it is there already."""
@@ -58,33 +74,58 @@ def capture(model: Any, *, whole_model: bool = False, scratch: Path | None = Non
     Call it on the thread that trains. ``scratch`` is a directory with room for one save; it is
     only used where this version of Keras leaves no faster way.
     """
+    began = time.perf_counter()
     _require_built(model)
     fast, reason = walker()
     if fast is None:
         _say_slow_once(reason)
-        return _capture_by_saving(model, whole_model, scratch)
+        snapshot = _capture_by_saving(model, whole_model, scratch)
+    else:
+        snapshot = _capture_by_walking(fast, model, whole_model)
+    return replace(snapshot, seconds=time.perf_counter() - began)
 
+
+def capture_file(model: Any, name: str, scratch: Path | None) -> Snapshot:
+    """Let Keras write the whole model to a file of this name, and take its bytes."""
+    began = time.perf_counter()
+    _require_built(model)
+    with _written_below(scratch) as directory, compile_record_kept(model):
+        model.save(directory / name)
+        content = (directory / name).read_bytes()
+    return Snapshot(
+        {}, {}, optimizer=_optimizer_class(model), assets={name: content},
+        seconds=time.perf_counter() - began,
+    )  # fmt: skip
+
+
+def _capture_by_walking(fast: Walker, model: Any, whole_model: bool) -> Snapshot:
+    keras_variable = import_keras().Variable
     optimizer = _optimizer_class(model)
     groups: dict[str, Mapping[str, str]] = {}
     arrays: dict[str, Any] = {}
     variables: set[str] = set()
+    sources: dict[str, Any] = {}
 
     def receive(group: str, attributes: Mapping[str, str], key: str | None, value: Any) -> None:
         groups.setdefault(group, attributes)
         if key is not None:
             path = f"{group}/{key}"
-            arrays[path], is_variable = _without_copy(value)
-            if is_variable:
+            arrays[path], source = _without_copy(value)
+            if source is not None:
+                sources[path] = source
+            if isinstance(value, keras_variable):
                 variables.add(path)
 
     if not whole_model:
         fast.record(model, receive, None)
-        return Snapshot(groups, arrays, frozenset(variables), optimizer)
+        return Snapshot(groups, arrays, frozenset(variables), optimizer, sources=sources)
     config, metadata = fast.serialize(model)
     with tempfile.TemporaryDirectory(prefix="keras_safe_ckpt-") as directory:
         fast.record(model, receive, Path(directory))
         assets = _files_below(Path(directory))
-    return Snapshot(groups, arrays, frozenset(variables), optimizer, config, metadata, assets)
+    return Snapshot(
+        groups, arrays, frozenset(variables), optimizer, config, metadata, assets, sources
+    )
 
 
 def _require_built(model: Any) -> None:
@@ -113,24 +154,29 @@ def freeze(value: Any) -> Any:
     return _without_copy(value)[0]
 
 
-def _without_copy(value: Any) -> tuple[Any, bool]:
-    """What ``value`` is now, not to change any more; and whether it is a model variable."""
+def _without_copy(value: Any) -> tuple[Any, Any]:
+    """What ``value`` is now, not to change any more; and the TensorFlow variable it came from."""
     import tensorflow as tf
 
     keras = import_keras()
-    is_variable = isinstance(value, keras.Variable)
-    if is_variable:
+    if isinstance(value, keras.Variable):
         value = value.value
     replicas = getattr(value, "values", None)
     if isinstance(replicas, (tuple, list)) and replicas:
         # A mirrored variable: the local copy is at hand, reading through the strategy is slow.
         value = replicas[0]
     if isinstance(value, tf.Variable):
-        return value.value(), is_variable  # As read_value(), at half its price.
+        return value.value(), value  # As read_value(), at half its price.
     if tf.is_tensor(value):
-        return value, is_variable
+        return value, None
     # Memory that the layer may overwrite at any time: this one must be copied.
-    return np.array(keras.ops.convert_to_numpy(value)), is_variable
+    return np.array(keras.ops.convert_to_numpy(value)), None
+
+
+def _nbytes(value: Any) -> int:
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    return int(value.shape.num_elements() * value.dtype.size)
 
 
 def _files_below(directory: Path) -> dict[str, bytes]:
@@ -154,28 +200,35 @@ def _say_slow_once(reason: str) -> None:
 
 def _capture_by_saving(model: Any, whole_model: bool, scratch: Path | None) -> Snapshot:
     """Let Keras write its own file, and take the snapshot from that."""
+    with _written_below(scratch) as directory:
+        if not whole_model:
+            path = directory / "model.weights.h5"
+            model.save_weights(path)
+            return Snapshot(*_read_keras_h5(path), _optimizer_class(model))
+        path = directory / "model.keras"
+        model.save(path)
+        with zipfile.ZipFile(path) as archive:
+            weights = Path(archive.extract("model.weights.h5", directory))
+            assets = {
+                name.removeprefix("assets/"): archive.read(name)
+                for name in archive.namelist()
+                if name.startswith("assets/")
+            }
+            return Snapshot(
+                *_read_keras_h5(weights),
+                _optimizer_class(model),
+                archive.read("config.json").decode(),
+                archive.read("metadata.json").decode(),
+                assets,
+            )
+
+
+@contextmanager
+def _written_below(scratch: Path | None) -> Iterator[Path]:
+    """A directory for a file that Keras writes; what the disk says is an error of the tree."""
     try:
         with scratch_directory(scratch) as directory:
-            if not whole_model:
-                path = directory / "model.weights.h5"
-                model.save_weights(path)
-                return Snapshot(*_read_keras_h5(path), _optimizer_class(model))
-            path = directory / "model.keras"
-            model.save(path)
-            with zipfile.ZipFile(path) as archive:
-                weights = Path(archive.extract("model.weights.h5", directory))
-                assets = {
-                    name.removeprefix("assets/"): archive.read(name)
-                    for name in archive.namelist()
-                    if name.startswith("assets/")
-                }
-                return Snapshot(
-                    *_read_keras_h5(weights),
-                    _optimizer_class(model),
-                    archive.read("config.json").decode(),
-                    archive.read("metadata.json").decode(),
-                    assets,
-                )
+            yield directory
     except OSError as error:
         raise CheckpointWriteError(scratch or tempfile.gettempdir(), error) from error
 

@@ -22,7 +22,7 @@ from keras_safe_ckpt.errors import (
 )
 from keras_safe_ckpt.storage.atomic import StagedFile, sweep_orphans
 from keras_safe_ckpt.storage.catalog import Catalog, OnSkip
-from keras_safe_ckpt.storage.events import EventLog
+from keras_safe_ckpt.storage.events import EventLog, position
 from keras_safe_ckpt.storage.formats import FORMATS, format_of
 from keras_safe_ckpt.storage.formats.format import EXTRA_GROUP, StorageFormat, read_back
 from keras_safe_ckpt.storage.lock_backend import Locks
@@ -30,9 +30,10 @@ from keras_safe_ckpt.storage.locks import LockManager
 from keras_safe_ckpt.storage.manifest import Manifest, describe_writer
 from keras_safe_ckpt.storage.paths import absolute, make_directory, refuse_unsafe_name
 from keras_safe_ckpt.storage.pruning import Pruner
-from keras_safe_ckpt.storage.restore import load_file
+from keras_safe_ckpt.storage.restore import load_file, load_first_whole
 from keras_safe_ckpt.storage.retention import Checkpoint, Retention, Veto, unless_newer
-from keras_safe_ckpt.storage.snapshot import Snapshot, capture, freeze
+from keras_safe_ckpt.storage.room import ensure_room
+from keras_safe_ckpt.storage.snapshot import Snapshot, freeze
 from keras_safe_ckpt.storage.writer import BackgroundWriter
 
 #: The lock of a directory is the file `.keras_safe_ckpt.lock` in it.
@@ -44,7 +45,8 @@ class CheckpointStore:
 
     Args:
         directory: created if it is missing.
-        format: ``"weights_h5"`` (weights and optimizer) or ``"keras"`` (the whole model).
+        format: ``"weights_h5"`` (weights and optimizer), ``"keras"`` (the whole model) or
+            ``"legacy_h5"`` (the whole model in the file of Keras 2, not captured in passing).
         locks: a `LockManager` (default) or `RedisLocks`.
         worker: who this process is among several, for manifests and messages.
 
@@ -79,10 +81,11 @@ class CheckpointStore:
         StagedFile(self.directory / "probe").rollback()
         self.locks.check(self.directory)
         self.events = EventLog(self.directory)
-        self._catalog = Catalog(self.directory)
+        self._catalog = Catalog(self.directory, format.suffix)
         self._pruner = Pruner(self._catalog, self.events)
         self._writer = BackgroundWriter()
         self._next_sweep = 0.0
+        self._last_size = 0
 
     def publish(
         self,
@@ -122,9 +125,7 @@ class CheckpointStore:
             raise ValueError(
                 f"Expected a name that ends in {self.format.suffix!r}. Received: name={name!r}"
             )
-        began = time.perf_counter()
         snapshot = self._snapshot(model_or_snapshot, extra_arrays or {})
-        blocked = time.perf_counter() - began
         draft = Manifest(
             step=step,
             epoch=None if epoch is None else _whole_number("epoch", epoch),
@@ -140,7 +141,7 @@ class CheckpointStore:
         )
 
         def save() -> Checkpoint | None:
-            return self._save(snapshot, draft, name, veto, retention, blocked)
+            return self._save(snapshot, draft, name, veto, retention)
 
         if background:
             self._writer.submit(save)
@@ -190,11 +191,7 @@ class CheckpointStore:
         else:
             source = self._resolved(path)
             model, manifest = load_file(source, model, custom_objects)
-        self.events.record(
-            "restore",
-            **_position(manifest, source.name),
-            seconds=time.perf_counter() - began,
-        )
+        self.events.report_restore(source, manifest, time.perf_counter() - began)
         return model, manifest
 
     def extra_arrays(self, path: str | os.PathLike[str]) -> dict[str, np.ndarray[Any, Any]]:
@@ -225,14 +222,14 @@ class CheckpointStore:
         name: str,
         veto: Veto,
         retention: Retention | None,
-        blocked: float,
     ) -> Checkpoint | None:
         """The way of a checkpoint; runs on whichever thread saves."""
         began = time.perf_counter()
         target = self.directory / name
-        facts = _position(draft, name)
+        facts = position(draft, name)
         try:
             self._sweep()
+            ensure_room(target, max(self._last_size, snapshot.nbytes), draft.step)
             draft = replace(draft, sequence=self._next_sequence())
             with StagedFile(target, step=draft.step) as staged:
                 manifest = self.format.write(staged, snapshot, draft)
@@ -247,7 +244,7 @@ class CheckpointStore:
                     lock.ensure_held()
                     staged.commit()
                     self._catalog.remember(target, manifest)
-                    size = os.path.getsize(target)
+                    size = self._last_size = os.path.getsize(target)
                     if retention is not None:
                         self._pruner.prune_around(Checkpoint(target, manifest), retention, lock)
         except BaseException as error:
@@ -259,16 +256,14 @@ class CheckpointStore:
             sequence=manifest.sequence,
             metrics=dict(manifest.metrics),
             bytes=size,
-            blocked_seconds=blocked,
+            blocked_seconds=snapshot.seconds,
             seconds=time.perf_counter() - began,
         )
         return Checkpoint(target, manifest)
 
     def _snapshot(self, source: Any, extra_arrays: Mapping[str, Any]) -> Snapshot:
         snapshot = (
-            source
-            if isinstance(source, Snapshot)
-            else capture(source, whole_model=self.format.whole_model, scratch=self.directory)
+            source if isinstance(source, Snapshot) else self.format.capture(source, self.directory)
         )
         added = {f"{EXTRA_GROUP}/{_checked_key(k)}": freeze(v) for k, v in extra_arrays.items()}
         return replace(snapshot, arrays={**snapshot.arrays, **added})
@@ -299,17 +294,14 @@ class CheckpointStore:
             skipped.append(reason)
             self.events.report_skip(path, reason)
 
-        for checkpoint in reversed(self.checkpoints(report)):
-            if model is None and not format_of(checkpoint.path).whole_model:
-                continue
-            try:
-                return checkpoint.path, *load_file(checkpoint.path, model, custom_objects)
-            except (
-                CheckpointNotFoundError,
-                CorruptCheckpointError,
-                UnreadableCheckpointError,
-            ) as error:
-                report(checkpoint.path, str(error))
+        candidates = [
+            checkpoint
+            for checkpoint in reversed(self.checkpoints(report))
+            if model is not None or format_of(checkpoint.path).whole_model
+        ]
+        loaded = load_first_whole(candidates, model, custom_objects, report)
+        if loaded is not None:
+            return loaded
         if skipped:
             raise CorruptCheckpointError(
                 self.directory, "none of its files is whole:\n  " + "\n  ".join(skipped)
@@ -343,12 +335,3 @@ def _whole_number(name: str, value: object) -> int:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise TypeError(f"Expected {name} to be a whole number. Received: {value!r}") from None
-
-
-def _position(manifest: Manifest, name: str) -> dict[str, Any]:
-    return {
-        "file": name,
-        "step": manifest.step,
-        "epoch": manifest.epoch,
-        "batch": manifest.batch,
-    }

@@ -18,6 +18,12 @@ def _after_fork_in_child() -> None:
         writer.forget_parent()
 
 
+def wait_for_all_writers() -> None:
+    """Return when no save of this process is pending; the errors stay with their writers."""
+    for writer in list(_writers):
+        writer.wait_until_idle()
+
+
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)
 
@@ -60,6 +66,10 @@ class BackgroundWriter:
         """Return when nothing is pending; raise what the last save raised."""
         with self._turn:
             self._finish()
+
+    def wait_until_idle(self) -> None:
+        """Return when nothing is pending, whether it succeeded or not."""
+        self._idle.wait()
 
     def raise_error(self) -> None:
         """Raise what an earlier save raised, without waiting for one that still runs."""

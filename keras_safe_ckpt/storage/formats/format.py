@@ -67,6 +67,9 @@ class StorageFormat(Protocol):
     #: Whether the snapshot must hold the whole model, or only weights and optimizer.
     whole_model: bool
 
+    def capture(self, model: Any, scratch: Path | None) -> Snapshot:
+        """What the model is now, on the thread that trains; ``scratch`` has room for a file."""
+
     def write(self, staged: StagedFile, snapshot: Snapshot, draft: Manifest) -> Manifest:
         """Write all of it, and return the draft completed with the digests."""
 

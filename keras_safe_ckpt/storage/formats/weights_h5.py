@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from keras_safe_ckpt.errors import CorruptCheckpointError
 from keras_safe_ckpt.storage.atomic import StagedFile
@@ -20,6 +21,7 @@ from keras_safe_ckpt.storage.formats.format import OpenCheckpoint, opened_for_re
 from keras_safe_ckpt.storage.formats.hdf5_image import ImageWriter
 from keras_safe_ckpt.storage.formats.seekable import FileWindow
 from keras_safe_ckpt.storage.manifest import LARGEST_BYTES, Manifest
+from keras_safe_ckpt.storage.shared_capture import shared_capture
 from keras_safe_ckpt.storage.snapshot import Snapshot
 
 _MAGIC = b"keras_safe_ckpt1"
@@ -32,17 +34,25 @@ class WeightsH5:
     suffix = ".weights.h5"
     whole_model = False
 
+    def capture(self, model: Any, scratch: Path | None) -> Snapshot:
+        return shared_capture(model, scratch=scratch)
+
     def write(self, staged: StagedFile, snapshot: Snapshot, draft: Manifest) -> Manifest:
         writer = ImageWriter(snapshot.groups, snapshot.host_arrays())
         for chunk in writer.chunks():
             staged.write(chunk)
         manifest = writer.complete(draft)
-        data = manifest.to_json()
-        staged.write(data + len(data).to_bytes(8, "little") + _MAGIC)
+        append_manifest(staged, manifest)
         return manifest
 
     def open(self, path: Path) -> OpenCheckpoint:
         return OpenWeightsH5(path)
+
+
+def append_manifest(staged: StagedFile, manifest: Manifest) -> None:
+    """The end of the file: manifest, its length, and the mark by which it is found."""
+    data = manifest.to_json()
+    staged.write(data + len(data).to_bytes(8, "little") + _MAGIC)
 
 
 class OpenWeightsH5(OpenCheckpoint):

@@ -1,0 +1,1 @@
+"""What a user hands to ``model.fit``."""

@@ -1,0 +1,1 @@
+"""Who am I among the workers, and who writes."""

@@ -1,0 +1,156 @@
+"""Who is this process among the workers of its job? The only reader of a cluster resolver."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from keras_safe_ckpt.errors import ClusterConfigError
+
+#: The order in which the jobs of a cluster are numbered through.
+_JOBS = ("chief", "master", "worker", "ps", "evaluator")
+
+
+@dataclass(frozen=True)
+class Role:
+    """One process of a job: its ``number`` among all ``world`` of them, and its part.
+
+    ``synchronous`` workers train one model together, so that each has the same weights.
+    ``source`` says where this was learned, for messages.
+    """
+
+    number: int = 0
+    world: int = 1
+    chief: bool = True
+    synchronous: bool = False
+    task: str = ""
+    source: str = "no strategy and no cluster variables"
+
+    @property
+    def alone(self) -> bool:
+        return self.world == 1
+
+    def __str__(self) -> str:
+        if self.alone:
+            return f"alone ({self.source})"
+        kind = "synchronous" if self.synchronous else "independent"
+        return f"{self.task}, number {self.number} of {self.world} {kind} ({self.source})"
+
+
+def role_of(model: Any, environment: Mapping[str, str] | None = None) -> Role:
+    """The role of this process in training ``model``.
+
+    A strategy that spans machines knows; where there is none, or one for the devices of a
+    single process, the variables of the launcher do.
+    """
+    environment = os.environ if environment is None else environment
+    strategy = getattr(model, "distribute_strategy", None)
+    resolver = getattr(strategy, "cluster_resolver", None)
+    if strategy is None or resolver is None:
+        return role_from_environment(environment)
+    import tensorflow as tf
+
+    if isinstance(strategy, tf.distribute.TPUStrategy):
+        # One process drives all of it; the tasks of the resolver are not processes like this.
+        return Role(source="TPUStrategy")
+    name = type(strategy).__name__
+    cluster = resolver.cluster_spec().as_dict() if resolver.cluster_spec() else {}
+    if not cluster:
+        return role_from_environment(environment)
+    synchronous = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+    return _role_in(
+        cluster, resolver.task_type, resolver.task_id, synchronous, f"cluster resolver of {name}"
+    )
+
+
+def role_from_environment(environment: Mapping[str, str]) -> Role:
+    """The role that TF_CONFIG, torchrun or SLURM gave to this process."""
+    if environment.get("TF_CONFIG", "").strip():
+        return _role_from_tf_config(environment["TF_CONFIG"])
+    for number, world in (
+        ("RANK", "WORLD_SIZE"),  # Before SLURM: torchrun may start several in one SLURM task.
+        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+        ("SLURM_PROCID", "SLURM_NTASKS"),
+    ):
+        if number in environment and world in environment:
+            return _role_from_rank(environment, number, world)
+    return Role()
+
+
+def _role_from_rank(environment: Mapping[str, str], number_key: str, world_key: str) -> Role:
+    number = _count(environment, number_key, 0)
+    world = _count(environment, world_key, 1)
+    if number >= world:
+        raise ClusterConfigError(
+            number_key, f"expected less than {world_key}={world}, received {number}"
+        )
+    return Role(number, world, number == 0, task=f"worker {number}", source=number_key)
+
+
+def _count(environment: Mapping[str, str], key: str, least: int) -> int:
+    try:
+        value = int(environment[key])
+    except ValueError:
+        value = least - 1
+    if value < least:
+        raise ClusterConfigError(
+            key, f"expected a whole number of at least {least}, received {environment[key]!r}"
+        )
+    return value
+
+
+def _role_from_tf_config(text: str) -> Role:
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise ClusterConfigError("TF_CONFIG", f"it is not JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise ClusterConfigError("TF_CONFIG", f"expected an object, received {config!r}")
+    cluster, task = config.get("cluster") or {}, config.get("task") or {}
+    if not isinstance(cluster, dict) or not all(
+        isinstance(tasks, (list, dict)) for tasks in cluster.values()
+    ):
+        raise ClusterConfigError(
+            "cluster", f"expected lists of addresses by job, received {cluster!r}"
+        )
+    if not isinstance(task, dict):
+        raise ClusterConfigError("task", f"expected an object, received {task!r}")
+    if not cluster:
+        return Role(source="TF_CONFIG without a cluster")
+    return _role_in(cluster, task.get("type"), task.get("index"), False, "TF_CONFIG")
+
+
+def _role_in(
+    cluster: Mapping[str, Any], job: Any, index: Any, synchronous: bool, source: str
+) -> Role:
+    if job not in cluster and job != "evaluator":
+        raise ClusterConfigError(
+            "task.type", f"expected one of {sorted(cluster)}, received {job!r} ({source})"
+        )
+    try:
+        index = int(index)
+    except (TypeError, ValueError):
+        index = -1
+    tasks = len(cluster.get(job, ())) or 1
+    if not 0 <= index < tasks:
+        raise ClusterConfigError(
+            "task.index", f"expected 0 to {tasks - 1} for {job!r}, received {index} ({source})"
+        )
+    jobs = sorted(
+        {*cluster, job}, key=lambda name: (_JOBS.index(name) if name in _JOBS else 99, name)
+    )
+    before = sum(len(cluster.get(name, ())) or 1 for name in jobs[: jobs.index(job)])
+    world = sum(len(cluster.get(name, ())) or 1 for name in jobs)
+    leaders = [name for name in ("chief", "master") if name in cluster]
+    chief = job in leaders or (not leaders and job == "worker" and index == 0)
+    return Role(
+        before + index,
+        world,
+        chief,
+        synchronous and job != "evaluator",
+        f"{job} {index}",
+        source,
+    )

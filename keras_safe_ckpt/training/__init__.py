@@ -1,0 +1,1 @@
+"""What a run decides: when to save, and what is best."""
