@@ -534,7 +534,7 @@ def test_retention_refuses_an_unknown_mode():
 
 
 def test_unknown_format():
-    with pytest.raises(ValueError, match=r"'keras', 'weights_h5'.*format='h5'"):
+    with pytest.raises(ValueError, match=r"'keras', 'legacy_h5', 'weights_h5'.*format='h5'"):
         CheckpointStore("x", format="h5")
     assert not os.path.exists("x")
 

@@ -111,6 +111,7 @@ class SafeModelCheckpoint(_ModelCheckpoint):  # type: ignore[misc]
         self._said_role = ""
         self._template = self._shown = self._given
         self._writes = True
+        self._direction_is_open = True
         self._epoch = 0
         self._last_batch = -1
         self._batches = 0
@@ -137,7 +138,7 @@ class SafeModelCheckpoint(_ModelCheckpoint):  # type: ignore[misc]
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         self._report()
-        if self._direction_is_missing():
+        if self._direction_is_open:
             self._settle_direction()
         self._batches += batch - self._last_batch
         self._last_batch = batch
@@ -146,8 +147,6 @@ class SafeModelCheckpoint(_ModelCheckpoint):  # type: ignore[misc]
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         self._report()
-        if self._direction_is_missing():
-            self._settle_direction()
         if self._cadence.after_epoch():
             self._save(epoch, None, logs or {})
 
@@ -221,8 +220,8 @@ class SafeModelCheckpoint(_ModelCheckpoint):  # type: ignore[misc]
             apart = self._shown.text != self._given.text
             self._saver.open(self._template, role.task if apart else None)
         self._best.mode = None
-        if self._direction_is_missing():
-            self._settle_direction(final=False)
+        self._direction_is_open = True
+        self._settle_direction(final=False)
 
     def _say_role(self, role: Role) -> None:
         task = f"writes {self._shown.text}" if self._writes else "does not write"
@@ -231,18 +230,16 @@ class SafeModelCheckpoint(_ModelCheckpoint):  # type: ignore[misc]
             self._said_role = text
             _log.info("SafeModelCheckpoint, write policy %s", text)
 
-    def _direction_is_missing(self) -> bool:
-        wanted = self.save_best_only or self._keeping.deletes
-        return wanted and self._best.mode is None
-
     def _settle_direction(self, final: bool = True) -> None:
         """Learn whether less or more is better; Keras knows once the metrics are built."""
         try:
             self._best.mode = better_direction(self)
         except ValueError:
-            if final:
+            if final and (self.save_best_only or self._keeping.deletes):
                 raise
+            self._direction_is_open = not final
             return
+        self._direction_is_open = False
         if self.save_best_only and self._writes:
             self._learn_from_disk()
 
@@ -261,13 +258,13 @@ class SafeModelCheckpoint(_ModelCheckpoint):  # type: ignore[misc]
         if self._role is None:  # Called by hand, without on_train_begin.
             self._begin()
         assert self._role is not None
-        if self._direction_is_missing():
+        if self._direction_is_open:
             self._settle_direction()
         shown = self._fill(self._shown, epoch, batch, logs)
-        together = None
+        source = self.model
         if _together(self._role):
             # Reading a variable may be a collective: all workers, whatever they do with it.
-            together = self._saver.capture(self.model)
+            source = self._saver.capture(self.model)
         if not self._writes:
             return
         judged = self.save_best_only or self._keeping.keep_best is not None
@@ -302,8 +299,7 @@ class SafeModelCheckpoint(_ModelCheckpoint):  # type: ignore[misc]
             outcome = "finished saving model to" if checkpoint else "kept the better model in"
             self._news.append(f"\nEpoch {epoch + 1}: {outcome} {shown}")
 
-        self._saver.save(self.model, request, done)
-        del together
+        self._saver.save(source, request, done)
         self._report()
 
     def _worth_saving(self, epoch: int, value: float | None, shown: str) -> bool:

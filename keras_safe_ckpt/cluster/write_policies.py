@@ -89,6 +89,8 @@ def find_policy(choice: str | WritePolicy) -> WritePolicy:
 
 def ensure_places_differ(policy: WritePolicy, template: PathTemplate, role: Role) -> None:
     """Raise if another worker that writes would use the same path as this one."""
+    if not policy.writes(role):
+        return
     mine = policy.place(template, role).text
     for number in range(role.world):
         other = Role(number, role.world, number == 0, role.synchronous, f"worker {number}")

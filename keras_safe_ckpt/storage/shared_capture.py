@@ -8,25 +8,33 @@ from typing import Any
 
 import numpy as np
 
-from keras_safe_ckpt.storage.snapshot import Snapshot, capture
+from keras_safe_ckpt.storage.formats.format import StorageFormat
+from keras_safe_ckpt.storage.snapshot import Snapshot
 
 #: By the id of the model: the model and the newest snapshot of it. Both weakly, so that a
 #: snapshot lives no longer than its save.
 _newest: dict[int, tuple[weakref.ref[Any], weakref.ref[Snapshot]]] = {}
 
 
-def shared_capture(
-    model: Any, *, whole_model: bool = False, scratch: Path | None = None
-) -> Snapshot:
-    """As `capture`, or the snapshot that somebody took of the same values and is still saving."""
+def shared_capture(format: StorageFormat, model: Any, scratch: Path | None) -> Snapshot:
+    """As ``format.capture``, or what somebody captured at this moment and is still saving.
+
+    Not for workers that must capture together: whether there is something to share depends on
+    how far the saves of each one are.
+    """
     known = _known_snapshot(model)
-    if known is not None and (known.config is not None or not whole_model) and is_current(known):
+    if known is not None and _serves(known, format) and is_current(known):
         return known
-    snapshot = capture(model, whole_model=whole_model, scratch=scratch)
+    snapshot = format.capture(model, scratch)
     for key in [key for key, (owner, _) in _newest.items() if owner() is None]:
         del _newest[key]
     _newest[id(model)] = (weakref.ref(model), weakref.ref(snapshot))
     return snapshot
+
+
+def _serves(snapshot: Snapshot, format: StorageFormat) -> bool:
+    """A whole model holds the weights as well; the reverse is not so."""
+    return bool(snapshot.groups) and (snapshot.config is not None or not format.whole_model)
 
 
 def is_current(snapshot: Snapshot) -> bool:

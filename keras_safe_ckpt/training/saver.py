@@ -19,6 +19,7 @@ from keras_safe_ckpt.storage.path_template import PathTemplate
 from keras_safe_ckpt.storage.paths import absolute, refuse_unsafe_target
 from keras_safe_ckpt.storage.retention import Checkpoint, Retention, Veto, unless_newer
 from keras_safe_ckpt.storage.room import ensure_room
+from keras_safe_ckpt.storage.shared_capture import shared_capture
 from keras_safe_ckpt.storage.snapshot import Snapshot
 from keras_safe_ckpt.storage.store import CheckpointStore
 from keras_safe_ckpt.storage.writer import BackgroundWriter
@@ -88,18 +89,21 @@ class Saver:
                 ensure_room(previous[-1], os.path.getsize(previous[-1]))
 
     def capture(self, model: Any) -> Snapshot:
-        """Take part in a capture, whether or not this process will write it."""
-        directory = None if self._store is None else self._store.directory
-        return FORMATS[self._format].capture(model, directory)
+        """Capture together with all other workers, whoever of them writes."""
+        return FORMATS[self._format].capture(model, self._scratch)
 
-    def save(self, model: Any, request: SaveRequest, done: OnDone) -> None:
-        """Capture, and write in the background or at once."""
+    def save(self, source: Any, request: SaveRequest, done: OnDone) -> None:
+        """Write a snapshot, or a model as it is now, in the background or at once."""
         with self._tolerated():
             # Before the capture, so that memory never holds two.
             self._writer.wait()
             path = absolute(request.path)
             store = self._store_in(path.parent)
-            snapshot = self.capture(model)
+            snapshot = (
+                source
+                if isinstance(source, Snapshot)
+                else shared_capture(FORMATS[self._format], source, self._scratch)
+            )
 
             def job() -> None:
                 with self._tolerated():
@@ -157,6 +161,10 @@ class Saver:
             self._writer.wait()
         except Exception as error:  # noqa: BLE001  # of another run: said, not raised again
             warnings.warn(f"A save of the run before failed: {error}", stacklevel=2)
+
+    @property
+    def _scratch(self) -> Path | None:
+        return None if self._store is None else self._store.directory
 
     def _store_in(self, directory: Path) -> CheckpointStore:
         real = Path(os.path.realpath(directory))

@@ -32,8 +32,7 @@ from keras_safe_ckpt.storage.formats.hdf5_image import CHUNK_BYTES, ImageWriter
 from keras_safe_ckpt.storage.formats.seekable import FileWindow
 from keras_safe_ckpt.storage.manifest import LARGEST_BYTES, Manifest
 from keras_safe_ckpt.storage.overlap import OverlappedWriter
-from keras_safe_ckpt.storage.shared_capture import shared_capture
-from keras_safe_ckpt.storage.snapshot import Snapshot
+from keras_safe_ckpt.storage.snapshot import Snapshot, capture
 
 MANIFEST_KEY = "keras_safe_ckpt"
 
@@ -47,7 +46,7 @@ class KerasZip:
     whole_model = True
 
     def capture(self, model: Any, scratch: Path | None) -> Snapshot:
-        return shared_capture(model, whole_model=True, scratch=scratch)
+        return capture(model, whole_model=True, scratch=scratch)
 
     def write(self, staged: StagedFile, snapshot: Snapshot, draft: Manifest) -> Manifest:
         if snapshot.config is None or snapshot.metadata is None:

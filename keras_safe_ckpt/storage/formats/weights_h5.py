@@ -21,8 +21,7 @@ from keras_safe_ckpt.storage.formats.format import OpenCheckpoint, opened_for_re
 from keras_safe_ckpt.storage.formats.hdf5_image import ImageWriter
 from keras_safe_ckpt.storage.formats.seekable import FileWindow
 from keras_safe_ckpt.storage.manifest import LARGEST_BYTES, Manifest
-from keras_safe_ckpt.storage.shared_capture import shared_capture
-from keras_safe_ckpt.storage.snapshot import Snapshot
+from keras_safe_ckpt.storage.snapshot import Snapshot, capture
 
 _MAGIC = b"keras_safe_ckpt1"
 _FOOTER_BYTES = 8 + len(_MAGIC)
@@ -35,7 +34,7 @@ class WeightsH5:
     whole_model = False
 
     def capture(self, model: Any, scratch: Path | None) -> Snapshot:
-        return shared_capture(model, scratch=scratch)
+        return capture(model, scratch=scratch)
 
     def write(self, staged: StagedFile, snapshot: Snapshot, draft: Manifest) -> Manifest:
         writer = ImageWriter(snapshot.groups, snapshot.host_arrays())

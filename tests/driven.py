@@ -1,0 +1,73 @@
+"""Callbacks driven as `fit` drives them, with metrics and weights of our choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from keras_setup import keras
+
+
+def tiny_model(value: float = 0.0, loss: Any = "mse") -> Any:
+    """One weight, so that a file can say which model it holds."""
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+    model.compile("sgd", loss)
+    set_weight(model, value)
+    return model
+
+
+def set_weight(model: Any, value: float) -> None:
+    model.set_weights([np.full((1, 1), value, "float32")])
+
+
+def weight(source: Any) -> float:
+    """The weight of a model, or of the model in a file, opened by Keras alone."""
+    if isinstance(source, (str, Path)):
+        if str(source).endswith(".weights.h5"):
+            model = tiny_model(-1.0)
+            model.load_weights(source)
+        else:
+            model = keras.models.load_model(source)
+        source = model
+    return float(source.get_weights()[0][0, 0])
+
+
+def drive(
+    callback: Any,
+    epochs: Sequence[Mapping[str, Any]],
+    *,
+    model: Any = None,
+    batches: int = 1,
+    first_epoch: int = 0,
+    between: Callable[[int], None] | None = None,
+) -> Any:
+    """A run of `fit` without the training: each epoch ends with the given logs.
+
+    The weight of the model is the number of the epoch, counted from one.
+    """
+    callbacks = callback if isinstance(callback, list) else [callback]
+    model = tiny_model() if model is None else model
+    for one in callbacks:
+        one.set_model(model)
+    _each(callbacks, "on_train_begin")
+    for epoch, logs in enumerate(epochs, first_epoch):
+        _each(callbacks, "on_epoch_begin", epoch)
+        set_weight(model, epoch + 1)
+        for batch in range(batches):
+            _each(callbacks, "on_train_batch_end", batch, dict(logs))
+        _each(callbacks, "on_epoch_end", epoch, dict(logs))
+        if between is not None:
+            between(epoch)
+    _each(callbacks, "on_train_end")
+    return model
+
+
+def losses(*values: float) -> list[dict[str, float]]:
+    return [{"loss": value, "val_loss": value} for value in values]
+
+
+def _each(callbacks: Sequence[Any], hook: str, *arguments: Any) -> None:
+    for callback in callbacks:
+        getattr(callback, hook)(*arguments)

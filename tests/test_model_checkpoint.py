@@ -1,0 +1,1068 @@
+"""`SafeModelCheckpoint`: what Keras does, and what is better."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import gc
+import json
+import logging
+import math
+import os
+import pickle
+import re
+import threading
+import warnings
+import weakref
+
+import numpy as np
+import pytest
+from driven import drive, losses, set_weight, tiny_model, weight
+from keras_setup import keras, mirrored_strategy
+from processes import wait_until
+
+from keras_safe_ckpt import (
+    CheckpointNotFoundError,
+    CheckpointStore,
+    CheckpointWriteError,
+    ClusterConfigError,
+    CorruptCheckpointError,
+    LockManager,
+    LockTimeoutError,
+    PerWorker,
+    SafeModelCheckpoint,
+    UnsafePathError,
+)
+from keras_safe_ckpt.storage.formats import FORMATS, keras_zip, weights_h5
+from keras_safe_ckpt.storage.shared_capture import is_current, shared_capture
+from keras_safe_ckpt.storage.snapshot import capture
+from keras_safe_ckpt.storage.store import LOCK_NAME
+
+X = np.ones((6, 1), "float32")
+Y = np.zeros((6, 1), "float32")
+NO_CLUSTER = ("TF_CONFIG", "RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS")
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch, tmp_path):
+    for name in NO_CLUSTER:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def files(folder: object = ".") -> list[str]:
+    """What a user sees: no events, no locks."""
+    return sorted(
+        name for name in os.listdir(folder) if not name.startswith(".") and name != "events.jsonl"
+    )
+
+
+def events(kind: str, folder: str = ".") -> list[dict]:
+    with open(f"{folder}/events.jsonl") as file:
+        return [e for e in map(json.loads, file) if e["event"] == kind]
+
+
+def flip_a_bit(path: str) -> None:
+    with open(path, "rb+") as file:
+        middle = os.path.getsize(path) // 2
+        file.seek(middle)
+        byte = file.read(1)[0]
+        file.seek(middle)
+        file.write(bytes([byte ^ 1]))
+
+
+def saver_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("keras_safe_ckpt")]
+
+
+def held_lock(folder: object = "."):
+    """Whoever holds this keeps every save from being published."""
+    return LockManager().exclusive(os.path.join(folder, LOCK_NAME))
+
+
+# As Keras does
+
+SAME = {
+    "each epoch": ("m.keras", {}),
+    "weights": ("m.weights.h5", {"save_weights_only": True}),
+    "templates": ("{epoch:02d}-{val_loss:.2f}-{loss}.weights.h5", {"save_weights_only": True}),
+    "best": ("m.weights.h5", {"save_weights_only": True, "save_best_only": True}),
+    "best max": ("{epoch}.keras", {"save_best_only": True, "mode": "max"}),
+    "best of another": ("{epoch}.keras", {"save_best_only": True, "monitor": "loss"}),
+    "threshold": ("{epoch}.keras", {"save_best_only": True, "initial_value_threshold": 0.4}),
+    "batches": ("{epoch}-{batch:02d}.keras", {"save_freq": 2}),
+    "batches, one name": ("m.keras", {"save_freq": 3}),
+    "folders": ("a/{epoch}/m.keras", {}),
+    "missing metric": ("{epoch}.keras", {"save_best_only": True, "monitor": "f1", "mode": "max"}),
+}
+
+
+def outcome(kind, path, options, capsys, **more):
+    """Files with the weights in them, what was printed, what was warned of."""
+    folder = kind.__name__
+    os.makedirs(folder)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        callback = kind(f"{folder}/{path}", verbose=1, **options, **more)
+        drive(callback, losses(0.5, 0.3, 0.4, 0.1, 0.1), batches=3)
+    printed = capsys.readouterr().out.replace(folder, "FOLDER")
+    found = {}
+    for directory, _, names in os.walk(folder):
+        for name in files(directory) if names else []:
+            file = os.path.join(directory, name)
+            if os.path.isfile(file):
+                found[os.path.relpath(file, folder)] = weight(file)
+    texts = [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
+    return found, printed, texts
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_files_messages_and_warnings_are_those_of_keras(case, capsys):
+    path, options = SAME[case]
+    theirs = outcome(keras.callbacks.ModelCheckpoint, path, options, capsys)
+    ours = outcome(SafeModelCheckpoint, path, options, capsys, background=False)
+    assert theirs[0]
+    assert ours == theirs
+
+
+def test_background_saves_say_the_same_when_they_are_done(capsys):
+    path, options = SAME["best"]
+    theirs = outcome(keras.callbacks.ModelCheckpoint, path, options, capsys)
+    ours = outcome(SafeModelCheckpoint, path, options, capsys)
+    assert ours[0] == theirs[0]
+    assert sorted(ours[1].splitlines()) == sorted(theirs[1].splitlines())
+
+
+@pytest.mark.parametrize(
+    ("path", "options"),
+    [
+        ("m.txt", {}),
+        ("m.keras", {"save_weights_only": True}),
+        ("m.keras", {"save_freq": "sometimes"}),
+        ("m.keras", {"save_freq": 2.5}),
+    ],
+)
+def test_wrong_arguments_are_refused_in_the_words_of_keras(path, options):
+    with pytest.raises(ValueError, match=r"Received|Expected") as theirs:
+        keras.callbacks.ModelCheckpoint(path, **options)
+    with pytest.raises(ValueError, match=r"Received|Expected") as ours:
+        SafeModelCheckpoint(path, **options)
+    assert str(ours.value) == str(theirs.value)
+
+
+def test_unknown_placeholder_is_refused_in_the_words_of_keras():
+    texts = []
+    for kind in (keras.callbacks.ModelCheckpoint, SafeModelCheckpoint):
+        with pytest.raises(KeyError) as caught:
+            drive(kind("{epoch}-{accuracy}.keras"), losses(0.5))
+        texts.append(str(caught.value))
+    assert texts[0] == texts[1]
+    assert files() == []
+
+
+def test_batch_in_the_name_of_an_epoch_is_refused_before_training():
+    callback = SafeModelCheckpoint("{epoch}-{batch}.keras")
+    callback.set_model(tiny_model())
+    with pytest.raises(KeyError, match=r"Failed to format this callback filepath.*batch"):
+        callback.on_train_begin()
+
+
+def test_unknown_direction_is_refused_after_the_first_batch():
+    callback = SafeModelCheckpoint("m.keras", monitor="novelty", save_best_only=True)
+    with pytest.raises(ValueError, match=r"novelty.*mode='max'"):
+        drive(callback, [{"novelty": 1.0}], between=lambda epoch: pytest.fail("too late"))
+
+
+def test_unknown_direction_does_not_matter_where_it_is_not_used():
+    drive(SafeModelCheckpoint("m.keras", monitor="novelty"), [{"novelty": 1.0}])
+    assert files() == ["m.keras"]
+
+
+def test_direction_of_a_metric_is_found_out():
+    model = tiny_model()
+    model.compile("sgd", "mse", metrics=[keras.metrics.BinaryAccuracy(name="hits")])
+    callback = SafeModelCheckpoint("m.keras", monitor="hits", save_best_only=True, save_freq=1)
+    model.fit(X, Y, verbose=0, callbacks=[callback])
+    (saved,) = CheckpointStore(".").checkpoints()
+    assert (saved.manifest.monitor, saved.manifest.mode) == ("hits", "max")
+
+
+def test_several_steps_per_execution():
+    model = tiny_model()
+    model.compile("sgd", "mse", steps_per_execution=2)
+    callback = SafeModelCheckpoint("{epoch}-{batch}.keras", save_freq=3)
+    model.fit(X, Y, batch_size=1, epochs=2, verbose=0, callbacks=[callback])
+    reference = tiny_model()
+    reference.compile("sgd", "mse", steps_per_execution=2)
+    os.mkdir("keras")
+    theirs = keras.callbacks.ModelCheckpoint("keras/{epoch}-{batch}.keras", save_freq=3)
+    reference.fit(X, Y, batch_size=1, epochs=2, verbose=0, callbacks=[theirs])
+    assert [name for name in files() if name != "keras"] == files("keras") != []
+
+
+def test_is_a_model_checkpoint_for_whoever_asks():
+    assert isinstance(SafeModelCheckpoint("m.keras"), keras.callbacks.ModelCheckpoint)
+
+
+def test_path_objects_and_unicode(tmp_path):
+    drive(SafeModelCheckpoint(tmp_path / "módel-{epoch}.keras"), losses(0.1))
+    assert files() == ["módel-1.keras"]
+
+
+def test_relative_path_is_that_of_the_beginning(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    drive(
+        SafeModelCheckpoint("{epoch}.keras"),
+        losses(0.1, 0.1),
+        between=lambda epoch: os.chdir(tmp_path / "elsewhere"),
+    )
+    assert files(tmp_path) == ["1.keras", "2.keras", "elsewhere"]
+
+
+def test_called_by_hand_without_a_beginning():
+    callback = SafeModelCheckpoint("m.keras", save_best_only=True, background=False)
+    callback.set_model(tiny_model(5.0))
+    callback.on_epoch_end(0, {"val_loss": 0.5})
+    assert weight("m.keras") == 5.0
+    assert callback.best == 0.5
+
+
+def test_metrics_that_are_not_numbers_are_left_out():
+    logs = {"val_loss": np.float32(0.5), "image": np.ones((2, 2)), "note": "x", "none": None}
+    drive(SafeModelCheckpoint("m.keras"), [logs])
+    (saved,) = CheckpointStore(".").checkpoints()
+    assert saved.manifest.metrics == {"val_loss": 0.5}
+
+
+@pytest.mark.parametrize("value", [np.ones(2), keras.ops.ones(3)], ids=["array", "tensor"])
+def test_metric_that_is_no_scalar_is_saved_with_the_warning_of_keras(value):
+    with pytest.warns(UserWarning, match="scalar value"):
+        drive(SafeModelCheckpoint("m.keras", save_best_only=True), [{"val_loss": value}])
+    assert files() == ["m.keras"]
+
+
+# Where in the run it was
+
+
+def test_manifest_says_where_in_the_run_it_was():
+    callback = SafeModelCheckpoint("{epoch}-{batch}.keras", save_freq=2)
+    model = tiny_model()
+    model.fit(X, Y, batch_size=2, epochs=2, verbose=0, callbacks=[callback])
+    first, second, third = CheckpointStore(".").checkpoints()
+    positions = [(c.manifest.epoch, c.manifest.batch, c.manifest.step) for c in (first, second)]
+    assert positions == [(0, 2, 2), (1, 1, 4)]
+    assert third.path.name == "2-3.keras"
+
+
+def test_manifest_at_the_end_of_an_epoch_counts_it_as_finished():
+    drive(SafeModelCheckpoint("m.keras"), losses(0.1, 0.1), batches=4)
+    (saved,) = CheckpointStore(".").checkpoints()
+    assert (saved.manifest.epoch, saved.manifest.batch) == (2, None)
+    assert saved.manifest.monitor == "val_loss"
+
+
+def test_without_an_optimizer_the_batches_are_counted():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+    drive(SafeModelCheckpoint("m.keras"), losses(0.1, 0.1), model=model, batches=3)
+    (saved,) = CheckpointStore(".").checkpoints()
+    assert saved.manifest.step == 6
+
+
+# In the background
+
+
+def test_training_goes_on_while_the_save_is_written():
+    callback = SafeModelCheckpoint("m.keras")
+    callback.set_model(tiny_model(1.0))
+    callback.on_train_begin()
+    with held_lock():
+        callback.on_epoch_end(0, {"val_loss": 0.5})
+        assert files() == []
+        set_weight(callback.model, 2.0)  # The next batches.
+    callback.on_train_end()
+    assert weight("m.keras") == 1.0
+    assert saver_threads() == []
+
+
+def test_foreground_saves_are_durable_when_the_epoch_ends():
+    callback = SafeModelCheckpoint("m.keras", background=False)
+    seen = []
+    drive(callback, losses(0.5), between=lambda epoch: seen.extend(files()))
+    assert seen == ["m.keras"]
+
+
+def test_next_save_waits_for_the_one_before():
+    lock = held_lock()
+    lock.__enter__()
+    callback = SafeModelCheckpoint("{epoch}.keras")
+    callback.set_model(tiny_model())
+    callback.on_train_begin()
+    callback.on_epoch_end(0, {})
+    threading.Timer(0.2, lock.__exit__, (None, None, None)).start()
+    callback.on_epoch_end(1, {})  # Returns when the first one is there.
+    assert "1.keras" in files()
+    callback.on_train_end()
+    assert files() == ["1.keras", "2.keras"]
+
+
+# Best is best
+
+
+def test_best_advances_only_when_its_file_is_durable():
+    callback = SafeModelCheckpoint("m.keras", save_best_only=True)
+    callback.set_model(tiny_model())
+    callback.on_train_begin()
+    with held_lock():
+        callback.on_epoch_end(0, {"val_loss": 0.5})
+        assert callback.best is None
+    callback.on_train_end()
+    assert callback.best == 0.5
+
+
+def test_best_does_not_advance_when_the_save_fails():
+    locks = LockManager(timeout=0.05)
+    callback = SafeModelCheckpoint("m.keras", save_best_only=True, on_error="warn", locks=locks)
+    callback.set_model(tiny_model())
+    callback.on_train_begin()
+    with held_lock():
+        callback.on_epoch_end(0, {"val_loss": 0.5})
+        wait_until(lambda: not saver_threads(), "the save gave up")
+    assert callback.best is None
+    with pytest.warns(UserWarning, match="A save failed"):
+        callback.on_epoch_end(1, {"val_loss": 0.6})  # Worse than what was lost, and saved.
+    with pytest.warns(UserWarning, match="1 saves failed"):
+        callback.on_train_end()
+    assert callback.best == 0.6
+    assert files() == ["m.keras"]
+
+
+def test_a_better_one_is_not_missed_while_another_is_being_written():
+    """0.4 is pending and fails; 0.45 was better than all that is durable, so it must be saved."""
+    locks = LockManager(timeout=0.2)
+    callback = SafeModelCheckpoint("m.keras", save_best_only=True, on_error="warn", locks=locks)
+    model = drive(callback, losses(0.5))
+    callback.on_train_begin()
+    lock = held_lock()
+    lock.__enter__()
+    set_weight(model, 4.0)
+    callback.on_epoch_end(1, {"val_loss": 0.4})
+    assert saver_threads()
+    threading.Timer(0.3, lock.__exit__, (None, None, None)).start()
+    set_weight(model, 45.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        callback.on_epoch_end(2, {"val_loss": 0.45})
+        callback.on_train_end()
+    assert weight("m.keras") == 45.0
+    assert callback.best == 0.45
+
+
+@pytest.mark.parametrize("path", ["m.keras", "{epoch}-{val_loss:.2f}.keras", "{epoch}/m.keras"])
+def test_best_survives_a_restart(path, capsys):
+    drive(SafeModelCheckpoint(path, save_best_only=True), losses(0.5, 0.2))
+    before = files()
+    again = SafeModelCheckpoint(path, save_best_only=True, verbose=1)
+    drive(again, losses(0.3, 0.4), first_epoch=2)
+    assert files() == before
+    assert again.best == 0.2
+    assert "Best so far: val_loss was 0.20000" in capsys.readouterr().out
+    drive(SafeModelCheckpoint(path, save_best_only=True), losses(0.1), first_epoch=9)
+    assert weight(SafeModelCheckpoint.load_best(path)) == 10.0
+
+
+def test_best_of_a_restart_is_that_of_its_own_files():
+    """A better model of another callback in the same folder does not count."""
+    drive(SafeModelCheckpoint("other-{epoch}.keras"), losses(0.01))
+    callback = SafeModelCheckpoint("{loss}.keras", save_best_only=True)
+    drive(callback, losses(0.5))
+    assert callback.best == 0.5
+
+
+def test_threshold_and_file_the_better_one_counts():
+    drive(SafeModelCheckpoint("m.keras", save_best_only=True), losses(0.5))
+    strict = SafeModelCheckpoint("m.keras", save_best_only=True, initial_value_threshold=0.3)
+    drive(strict, losses(0.4))
+    assert strict.best == 0.3
+    lax = SafeModelCheckpoint("m.keras", save_best_only=True, initial_value_threshold=0.9)
+    drive(lax, losses(0.8))
+    assert lax.best == 0.5
+    assert weight("m.keras") == 1.0
+
+
+def test_best_can_be_read_and_set_as_in_keras():
+    callback = SafeModelCheckpoint("m.keras", save_best_only=True)
+    callback.best = np.float32(0.25)
+    drive(callback, losses(0.3, 0.2))
+    assert callback.best == 0.2
+    assert weight("m.keras") == 2.0
+
+
+def test_another_process_with_a_better_model_is_not_overwritten(capsys):
+    callback = SafeModelCheckpoint("m.keras", save_best_only=True, verbose=1)
+    callback.set_model(tiny_model(1.0))
+    callback.on_train_begin()
+    other = SafeModelCheckpoint("m.keras", save_best_only=True, background=False)
+    drive(other, losses(0.2), first_epoch=6)
+    callback.on_epoch_end(0, {"val_loss": 0.3})
+    callback.on_train_end()
+    assert weight("m.keras") == 7.0
+    assert callback.best == 0.2
+    assert "kept the better model in m.keras" in capsys.readouterr().out
+    assert "0.20000" in events("skip")[0]["reason"]
+
+
+@pytest.mark.parametrize(("mode", "first", "worse"), [("min", 0.2, 0.3), ("max", 0.8, 0.7)])
+def test_a_worse_model_never_replaces_a_better_one_even_if_nothing_is_remembered(
+    mode, first, worse
+):
+    drive(SafeModelCheckpoint("m.keras", save_best_only=True, mode=mode), losses(first))
+    callback = SafeModelCheckpoint("m.keras", save_best_only=True, mode=mode)
+    callback.set_model(tiny_model(9.0))
+    callback.on_train_begin()
+    callback.best = None
+    callback.on_epoch_end(0, {"val_loss": worse})
+    callback.on_train_end()
+    assert weight("m.keras") == 1.0
+
+
+def test_nan_is_never_the_best():
+    callback = SafeModelCheckpoint("m.keras", save_best_only=True)
+    with pytest.warns(UserWarning, match="val_loss is NaN"):
+        drive(callback, losses(math.nan, 0.5, math.nan))
+    assert callback.best == 0.5
+    assert weight("m.keras") == 2.0
+
+
+def test_model_without_the_metric_does_not_replace_one_that_was_judged():
+    callback = SafeModelCheckpoint("m.keras", save_best_only=True)
+    with pytest.warns(UserWarning, match="Can save best model only with val_loss available"):
+        drive(callback, [{}, {"val_loss": 0.9}, {}])
+    assert weight("m.keras") == 2.0
+    assert [event["epoch"] for event in events("save")] == [1, 2]
+
+
+def test_best_by_batches():
+    callback = SafeModelCheckpoint("m.keras", "loss", save_best_only=True, save_freq=1)
+    model = tiny_model(1.0)
+    model.fit(X, Y, batch_size=2, epochs=2, verbose=0, callbacks=[callback])
+    assert len(events("save")) == 6
+    assert weight("m.keras") == weight(model)
+
+
+@pytest.mark.parametrize("change", [{"monitor": "loss"}, {"mode": "max"}])
+def test_another_standard_is_said(change):
+    drive(SafeModelCheckpoint("m.keras", save_best_only=True), losses(0.5))
+    callback = SafeModelCheckpoint("m.keras", save_best_only=True, **change)
+    with pytest.warns(UserWarning, match="was judged by monitor='val_loss', mode='min'"):
+        drive(callback, [])
+
+
+def test_unknown_value_of_another_standard_is_replaced_and_said():
+    drive(SafeModelCheckpoint("m.keras", save_best_only=True), [{"val_loss": 0.5}])
+    callback = SafeModelCheckpoint("m.keras", "auc", save_best_only=True, mode="max")
+    with pytest.warns(UserWarning, match="auc is not known.*replaces it"):
+        drive(callback, [{"auc": 0.1}], first_epoch=3)
+    assert weight("m.keras") == 4.0
+
+
+def test_file_of_keras_in_place_is_said():
+    tiny_model(3.0).save("m.keras")
+    with pytest.warns(UserWarning, match=r"m\.keras is there, and its val_loss is not known"):
+        drive(SafeModelCheckpoint("m.keras", save_best_only=True), losses(0.5))
+    assert weight("m.keras") == 1.0
+
+
+def test_nothing_saved_because_of_an_older_file_is_said(caplog):
+    drive(SafeModelCheckpoint("m.keras", save_best_only=True), losses(0.1))
+    drive(SafeModelCheckpoint("m.keras", save_best_only=True), losses(0.5))
+    (record,) = [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert re.search(r"Nothing was saved.*0\.10000.*m\.keras", record.getMessage())
+
+
+# Who writes
+
+
+def test_independent_workers_write_to_places_of_their_own(monkeypatch):
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        drive(SafeModelCheckpoint("run/{epoch}.keras", max_to_keep=1), losses(0.3, 0.2))
+    assert files("run") == ["worker-0", "worker-1"]
+    assert files("run/worker-0") == files("run/worker-1") == ["2.keras"]
+    (saved,) = CheckpointStore("run/worker-1").checkpoints()
+    assert saved.manifest.worker == "worker 1"
+    monkeypatch.delenv("RANK")
+    assert weight(SafeModelCheckpoint.load_latest("run/{epoch}.keras", worker=0)) == 2.0
+    assert weight(SafeModelCheckpoint.load_best("run/{epoch}.keras")) == 2.0
+
+
+def test_number_of_the_worker_in_the_name(monkeypatch):
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    drive(SafeModelCheckpoint("m-{worker}.keras"), losses(0.3))
+    assert files() == ["m-3.keras"]
+
+
+def test_chief_alone_writes_if_it_is_told_so(monkeypatch):
+    config = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+    drive(SafeModelCheckpoint("run/m.keras", write_policy="chief"), losses(0.3))
+    assert files() == []
+    config["task"]["index"] = 0
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+    drive(SafeModelCheckpoint("run/m.keras", write_policy="chief"), losses(0.3))
+    assert files("run") == ["m.keras"]
+
+
+def test_policy_object():
+    drive(SafeModelCheckpoint("m.keras", write_policy=PerWorker()), losses(0.3))
+    assert files() == ["worker-0"]
+
+
+def test_choice_is_logged_once(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "keras_safe_ckpt")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    callback = SafeModelCheckpoint("m.keras")
+    drive(callback, losses(0.3))
+    drive(callback, losses(0.3))
+    (text,) = [r.getMessage() for r in caplog.records if "write policy" in r.getMessage()]
+    assert "worker-1/m.keras" in text
+    assert "RANK" in text
+
+
+def test_wrong_cluster_configuration_is_found_before_training(monkeypatch):
+    monkeypatch.setenv("TF_CONFIG", "{")
+    callback = SafeModelCheckpoint("m.keras")
+    callback.set_model(tiny_model())
+    with pytest.raises(ClusterConfigError):
+        callback.on_train_begin()
+
+
+def test_mirrored_strategy():
+    with mirrored_strategy().scope():
+        model = tiny_model(1.0)
+    callback = SafeModelCheckpoint("m.keras", "loss", save_best_only=True)
+    model.fit(X, Y, batch_size=2, epochs=2, verbose=0, callbacks=[callback])
+    assert files() == ["m.keras"]
+    assert weight("m.keras") == weight(model)
+
+
+# What stays
+
+
+def test_newest_and_best_stay():
+    drive(SafeModelCheckpoint("{epoch}.keras", max_to_keep=2), losses(0.5, 0.1, 0.4, 0.3, 0.2))
+    assert files() == ["2.keras", "4.keras", "5.keras"]
+
+
+def test_best_ones_and_the_newest_stay():
+    drive(SafeModelCheckpoint("{epoch}.keras", keep_best=2), losses(0.5, 0.1, 0.4, 0.3, 0.9))
+    assert files() == ["2.keras", "4.keras", "5.keras"]
+
+
+def test_one_of_every_so_many_epochs_stays():
+    callback = SafeModelCheckpoint("{epoch}.keras", max_to_keep=1, keep_every=3)
+    drive(callback, losses(*[1 - 0.1 * n for n in range(8)]))
+    assert files() == ["3.keras", "6.keras", "8.keras"]
+
+
+def test_one_of_every_so_many_hours_stays():
+    callback = SafeModelCheckpoint("{epoch}.keras", keep_every=datetime.timedelta(days=3650))
+    drive(callback, losses(0.5, 0.4, 0.3))
+    assert files() == ["3.keras"]
+
+
+def test_retention_goes_on_after_a_restart():
+    for first in (0, 2, 4):
+        callback = SafeModelCheckpoint("{epoch}.keras", max_to_keep=2)
+        drive(callback, losses(0.9 - first / 10, 0.8 - first / 10), first_epoch=first)
+    assert files() == ["5.keras", "6.keras"]
+
+
+def test_retention_touches_nobody_elses_files():
+    tiny_model().save("77.keras")
+    drive(SafeModelCheckpoint("best.keras", save_best_only=True), losses(0.9))
+    drive(SafeModelCheckpoint("other-{epoch}.keras"), losses(0.9))
+    drive(SafeModelCheckpoint("{epoch}.keras", max_to_keep=1), losses(0.5, 0.4))
+    assert files() == ["2.keras", "77.keras", "best.keras", "other-1.keras"]
+
+
+def test_nothing_is_deleted_while_the_best_is_not_known():
+    callback = SafeModelCheckpoint("{epoch}.keras", keep_best=1)
+    with pytest.warns(UserWarning, match="val_loss available"):
+        drive(callback, [{"loss": 1.0}] * 3)
+    assert files() == ["1.keras", "2.keras", "3.keras"]
+
+
+# When
+
+
+def test_every_so_many_seconds():
+    callback = SafeModelCheckpoint("{epoch}-{batch}.keras", save_every_seconds=1e-9)
+    tiny_model().fit(X, Y, batch_size=2, epochs=2, verbose=0, callbacks=[callback])
+    assert files() == [f"{epoch}-{batch}.keras" for epoch in (1, 2) for batch in (1, 2, 3)]
+
+
+def test_seconds_that_have_not_passed():
+    callback = SafeModelCheckpoint("{epoch}-{batch}.keras", save_every_seconds=1000)
+    drive(callback, losses(0.1, 0.1), batches=3)
+    assert files() == ["1-3.keras", "2-3.keras"]
+
+
+# Room
+
+
+def test_too_little_room_is_said_with_both_numbers(small_disk):
+    disk = small_disk("size=64k")
+    model = keras.Sequential([keras.Input((300,)), keras.layers.Dense(300)])
+    callback = SafeModelCheckpoint(disk / "m.weights.h5", save_weights_only=True)
+    model.compile("sgd", "mse")
+    with pytest.raises(CheckpointWriteError, match=r"needs about 361,2\d\d bytes") as error:
+        model.fit(np.ones((4, 300)), np.ones((4, 300)), verbose=0, callbacks=[callback])
+    assert re.search(r"and [\d,]+ bytes are free", str(error.value))
+    assert files(disk) == []
+
+
+def test_too_little_room_for_another_one_like_the_last_is_said_before_training(small_disk):
+    disk = small_disk("size=1m")
+    model = keras.Sequential([keras.Input((300,)), keras.layers.Dense(300)])
+    model.compile("sgd", "mse")
+    model.optimizer.build(model.trainable_variables)
+    callback = SafeModelCheckpoint(disk / "m.weights.h5", save_weights_only=True)
+    callback.set_model(model)
+    callback.on_train_begin()
+    callback.on_epoch_end(0, {})
+    callback.on_train_end()
+    (disk / "ballast").write_bytes(bytes(400_000))
+    with pytest.raises(CheckpointWriteError, match="needs about"):
+        callback.on_train_begin()
+    model.load_weights(disk / "m.weights.h5")
+
+
+# When a save fails
+
+
+def failing_callback(**options) -> SafeModelCheckpoint:
+    """Saves wait in vain for a lock that the caller holds."""
+    callback = SafeModelCheckpoint("m.keras", locks=LockManager(timeout=0.05), **options)
+    callback.set_model(tiny_model(1.0))
+    callback.on_train_begin()
+    return callback
+
+
+@pytest.mark.parametrize("boundary", ["batch", "epoch", "end"])
+def test_error_is_raised_at_the_next_boundary(boundary):
+    callback = failing_callback()
+    with held_lock():
+        callback.on_epoch_end(0, {})
+        wait_until(lambda: not saver_threads(), "the save gave up")
+    hooks = {
+        "batch": lambda: callback.on_train_batch_end(0, {}),
+        "epoch": lambda: callback.on_epoch_end(1, {}),
+        "end": lambda: callback.on_train_end(),
+    }
+    with pytest.raises(LockTimeoutError):
+        hooks[boundary]()
+    callback.on_train_end()  # Raised once, not for ever.
+
+
+def test_error_of_a_foreground_save_is_raised_at_once():
+    callback = failing_callback(background=False)
+    with held_lock(), pytest.raises(LockTimeoutError):
+        callback.on_epoch_end(0, {})
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_warning_instead_of_an_error(background):
+    callback = failing_callback(on_error="warn", background=background)
+    callback.on_epoch_end(0, {})
+    callback._saver.wait()
+    with held_lock():
+        set_weight(callback.model, 2.0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            callback.on_epoch_end(1, {})
+            wait_until(lambda: not saver_threads(), "the save gave up")
+            callback.on_train_batch_end(0, {})
+    assert any("A save failed, training goes on" in str(w.message) for w in caught)
+    with pytest.warns(UserWarning, match="1 saves failed during training:\n.*LockTimeoutError"):
+        callback.on_train_end()
+    assert weight("m.keras") == 1.0
+    assert events("error")[0]["kind"] == "LockTimeoutError"
+
+
+def test_failures_of_one_run_are_not_those_of_the_next():
+    callback = failing_callback(on_error="warn")
+    with held_lock():
+        callback.on_epoch_end(0, {})
+        wait_until(lambda: not saver_threads(), "the save gave up")
+    with pytest.warns(UserWarning, match="1 saves failed"):
+        callback.on_train_end()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        drive(callback, losses(0.5))
+
+
+def test_full_disk_during_training_leaves_the_previous_checkpoint(small_disk):
+    disk = small_disk("size=1m")
+    callback = SafeModelCheckpoint(disk / "m.keras", on_error="warn")
+
+    def fill(epoch):
+        wait_until(lambda: not saver_threads(), "the save is over")
+        if epoch == 0:
+            with pytest.raises(OSError, match="No space"):
+                (disk / "ballast").write_bytes(bytes(2_000_000))
+
+    with pytest.warns(UserWarning, match="2 saves failed"):
+        drive(callback, losses(0.5, 0.4, 0.3), between=fill)
+    assert weight(disk / "m.keras") == 1.0
+
+
+# Interrupted
+
+
+class Interrupt(keras.callbacks.Callback):
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 1:
+            raise self.error
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("broken")], ids=type)
+def test_pending_save_is_finished_after_an_interrupted_fit(error):
+    callback = SafeModelCheckpoint("{epoch}.keras")
+    model = tiny_model(1.0)
+    callbacks = [callback, Interrupt(error)]
+    with held_lock():
+        with pytest.raises(type(error)):
+            model.fit(X, Y, epochs=3, initial_epoch=1, verbose=0, callbacks=callbacks)
+        assert saver_threads()
+    newest = SafeModelCheckpoint.load_latest("{epoch}.keras")  # Waits for what is pending.
+    assert weight(newest) == weight(model)
+    assert saver_threads() == []
+    model.fit(X, Y, epochs=3, initial_epoch=2, verbose=0, callbacks=[callback])
+    assert files() == ["2.keras", "3.keras"]
+
+
+def test_error_of_an_interrupted_fit_is_said_at_the_next_one():
+    callback = failing_callback()
+    with held_lock():
+        callback.on_epoch_end(0, {})
+        wait_until(lambda: not saver_threads(), "the save gave up")
+    with pytest.warns(UserWarning, match="A save of the run before failed"):
+        drive(callback, losses(0.5))
+    assert files() == ["m.keras"]
+
+
+def test_second_fit_with_the_same_object():
+    callback = SafeModelCheckpoint("m.keras", "loss", save_best_only=True)
+    model = tiny_model(1.0)
+    model.fit(X, Y, epochs=2, verbose=0, callbacks=[callback])
+    first = callback.best
+    model.fit(X, Y, epochs=2, verbose=0, callbacks=[callback])
+    assert callback.best < first
+    assert weight("m.keras") == weight(model)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))])
+def test_copies_are_callbacks_of_their_own(duplicate):
+    callback = SafeModelCheckpoint("{epoch}.keras", save_best_only=True, keep_best=3)
+    callback.set_model(tiny_model())
+    callback.on_train_begin()
+    with held_lock():
+        callback.on_epoch_end(0, {"val_loss": 0.5})
+        copied = duplicate(callback)
+        assert copied.model is None
+        assert not copied._saver.busy
+    callback.on_train_end()
+    drive(copied, losses(0.4), first_epoch=1)
+    assert copied.best == 0.4
+    assert callback.best == 0.5
+    assert files() == ["1.keras", "2.keras"]
+
+
+def test_evaluation_between_epochs():
+    model = tiny_model(1.0)
+    callback = SafeModelCheckpoint("{epoch}.keras", monitor="loss")
+    evaluate = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: model.evaluate(X, Y, verbose=0, callbacks=[callback])
+    )
+    callbacks = [callback, evaluate]
+    model.fit(X, Y, epochs=3, verbose=0, validation_data=(X, Y), callbacks=callbacks)
+    assert files() == ["1.keras", "2.keras", "3.keras"]
+
+
+def test_many_fits_leave_nothing_behind():
+    model = tiny_model(1.0)
+    callback = SafeModelCheckpoint("m.keras")
+
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    model.fit(X, Y, verbose=0, callbacks=[callback])
+    before = descriptors()
+    for _ in range(10):
+        model.fit(X, Y, verbose=0, callbacks=[callback])
+    assert descriptors() <= before
+    assert saver_threads() == []
+    assert [name for name in os.listdir(".") if name.endswith(".kscktmp")] == []
+
+
+# Several at the same moment
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    count = []
+
+    def counted(*arguments, **options):
+        count.append(1)
+        return capture(*arguments, **options)
+
+    for module in (keras_zip, weights_h5):
+        monkeypatch.setattr(module, "capture", counted)
+    return count
+
+
+def pair() -> list[SafeModelCheckpoint]:
+    return [
+        SafeModelCheckpoint("best.keras", save_best_only=True),
+        SafeModelCheckpoint("{epoch}.weights.h5", save_weights_only=True),
+    ]
+
+
+def test_callbacks_that_save_at_the_same_moment_share_one_capture(captures):
+    with held_lock():
+        callbacks = pair()
+        model = tiny_model()
+        for callback in callbacks:
+            callback.set_model(model)
+            callback.on_train_begin()
+        for callback in callbacks:
+            callback.on_epoch_end(0, {"val_loss": 0.5})
+        assert len(captures) == 1
+    for callback in callbacks:
+        callback.on_train_end()
+    assert files() == ["1.weights.h5", "best.keras"]
+
+
+def test_changed_weights_are_captured_again(captures):
+    """As SwapEMAWeights does between two callbacks."""
+    with held_lock():
+        callbacks = pair()
+        model = tiny_model(1.0)
+        for callback in callbacks:
+            callback.set_model(model)
+            callback.on_train_begin()
+        callbacks[0].on_epoch_end(0, {"val_loss": 0.5})
+        set_weight(model, 2.0)
+        callbacks[1].on_epoch_end(0, {"val_loss": 0.5})
+        assert len(captures) == 2
+    for callback in callbacks:
+        callback.on_train_end()
+    assert weight("best.keras") == 1.0
+    assert weight("1.weights.h5") == 2.0
+
+
+def test_weights_alone_do_not_serve_for_a_whole_model(captures):
+    with held_lock():
+        callbacks = pair()[::-1]
+        model = tiny_model(1.0)
+        for callback in callbacks:
+            callback.set_model(model)
+            callback.on_train_begin()
+            callback.on_epoch_end(0, {"val_loss": 0.5})
+        assert len(captures) == 2
+    for callback in callbacks:
+        callback.on_train_end()
+    assert weight("best.keras") == weight("1.weights.h5") == 1.0
+
+
+def test_training_a_single_step_is_noticed():
+    model = tiny_model(1.0)
+    snapshot = shared_capture(FORMATS["keras"], model, None)
+    assert is_current(snapshot)
+    assert shared_capture(FORMATS["weights_h5"], model, None) is snapshot
+    model.train_on_batch(X, Y)
+    assert not is_current(snapshot)
+    assert shared_capture(FORMATS["weights_h5"], model, None) is not snapshot
+
+
+def test_snapshots_are_not_kept_alive():
+    model = tiny_model(1.0)
+    watched = weakref.ref(shared_capture(FORMATS["keras"], model, None))
+    gc.collect()
+    assert watched() is None
+
+
+# Loading
+
+
+def test_load_best_and_latest():
+    drive(SafeModelCheckpoint("{epoch}.keras"), losses(0.5, 0.1, 0.3))
+    assert weight(SafeModelCheckpoint.load_best("{epoch}.keras")) == 2.0
+    assert weight(SafeModelCheckpoint.load_latest("{epoch}.keras")) == 3.0
+    assert weight(SafeModelCheckpoint.load_latest("2.keras")) == 2.0
+    by_loss = SafeModelCheckpoint.load_best("{epoch}.keras", monitor="loss", mode="max")
+    assert weight(by_loss) == 1.0
+
+
+def test_load_into_a_model():
+    callback = SafeModelCheckpoint("{epoch}.weights.h5", save_weights_only=True, max_to_keep=3)
+    drive(callback, losses(0.5, 0.1, 0.3))
+    model = tiny_model(0.0)
+    assert SafeModelCheckpoint.load_best("{epoch}.weights.h5", model) is model
+    assert weight(model) == 2.0
+    SafeModelCheckpoint.load_latest("{epoch}.weights.h5", model)
+    assert weight(model) == 3.0
+    assert [event["file"] for event in events("restore")] == ["2.weights.h5", "3.weights.h5"]
+
+
+def test_weights_need_a_model():
+    drive(SafeModelCheckpoint("m.weights.h5", save_weights_only=True), losses(0.5))
+    with pytest.raises(ValueError, match="whole model"):
+        SafeModelCheckpoint.load_latest("m.weights.h5")
+
+
+def test_damaged_file_is_passed_over_and_said(caplog):
+    drive(SafeModelCheckpoint("{epoch}.keras", keep_best=3), losses(0.5, 0.1, 0.3))
+    flip_a_bit("2.keras")
+    assert weight(SafeModelCheckpoint.load_best("{epoch}.keras")) == 3.0
+    assert "2.keras" in caplog.text
+
+
+def test_nothing_to_load():
+    with pytest.raises(CheckpointNotFoundError, match=r"best\.keras"):
+        SafeModelCheckpoint.load_best("run/best.keras")
+    tiny_model().save("plain.keras")
+    with pytest.raises(CorruptCheckpointError, match=r"plain\.keras"):
+        SafeModelCheckpoint.load_latest("plain.keras")
+    assert files() == ["plain.keras"]
+
+
+def test_what_was_not_judged_is_not_the_best():
+    drive(SafeModelCheckpoint("m.keras"), [{}])
+    with pytest.raises(CheckpointNotFoundError, match="'val_loss'"):
+        SafeModelCheckpoint.load_best("m.keras")
+    with pytest.raises(CheckpointNotFoundError, match="'auc'"):
+        SafeModelCheckpoint.load_best("m.keras", monitor="auc", mode="max")
+    drive(SafeModelCheckpoint("n.keras", monitor="novelty"), [{"novelty": 1.0}])
+    with pytest.raises(ValueError, match="monitor= and mode="):
+        SafeModelCheckpoint.load_best("n.keras")
+    assert weight(SafeModelCheckpoint.load_best("n.keras", mode="max")) == 1.0
+
+
+# The format of Keras 2
+
+
+def test_legacy_files_are_published_the_same_way():
+    loss = keras.losses.MeanSquaredError()
+    model = drive(
+        [SafeModelCheckpoint("m.h5", save_best_only=True), SafeModelCheckpoint("m.keras")],
+        losses(0.5, 0.3, 0.4),
+        model=tiny_model(loss=loss),
+    )
+    assert weight("m.h5") == 2.0  # By Keras alone.
+    assert weight(SafeModelCheckpoint.load_best("m.h5")) == 2.0
+    assert SafeModelCheckpoint.load_best("m.h5", model) is model
+    assert weight(model) == 2.0
+    # Saving as .h5 makes Keras forget the optimizer of the model; the other file has it.
+    assert keras.models.load_model("m.keras").optimizer.name.startswith("sgd")
+    flip_a_bit("m.h5")
+    with pytest.raises(CorruptCheckpointError):
+        SafeModelCheckpoint.load_latest("m.h5")
+
+
+def test_legacy_files_of_others_are_not_looked_at():
+    with open("data.h5", "wb") as file:
+        file.write(b"not a checkpoint")
+    drive(SafeModelCheckpoint("{epoch}.h5", max_to_keep=1), losses(0.5, 0.3))
+    assert files() == ["2.h5", "data.h5"]
+    store = CheckpointStore(".")
+    assert store.checkpoints(on_skip=lambda path, reason: pytest.fail(reason)) == []
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"write_policy": "everyone"},
+        {"on_error": "ignore"},
+        {"save_freq": 0},
+        {"save_freq": -3},
+        {"save_every_seconds": 0},
+        {"save_every_seconds": -1.5},
+        {"max_to_keep": 0},
+        {"keep_best": -1},
+        {"keep_every": 0},
+        {"max_to_keep": 3},  # of one file
+    ],
+)
+def test_wrong_options_are_refused_at_construction(options):
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=name) as caught:
+        SafeModelCheckpoint("m.keras", **options)
+    assert str(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["gs://bucket/m.keras", "m\0.keras"])
+def test_paths_that_no_file_system_has_are_refused_at_construction(path):
+    with pytest.raises(UnsafePathError):
+        SafeModelCheckpoint(path)
+
+
+def test_whole_model_in_a_file_for_weights_is_refused():
+    with pytest.raises(ValueError, match="save_weights_only=True"):
+        SafeModelCheckpoint("m.weights.h5")
+
+
+class OnePlace(PerWorker):
+    def place(self, template, role):
+        return template
+
+
+def test_workers_that_would_delete_each_others_files_are_noticed(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    callback = SafeModelCheckpoint("{epoch}.keras", write_policy=OnePlace(), max_to_keep=2)
+    callback.set_model(tiny_model())
+    with pytest.raises(ValueError, match="Workers 1 and 0"):
+        callback.on_train_begin()
+
+
+def begin(path: str) -> None:
+    callback = SafeModelCheckpoint(path)
+    callback.set_model(tiny_model())
+    callback.on_train_begin()
+
+
+def test_directory_where_a_file_should_be_is_found_before_training():
+    os.mkdir("m.keras")
+    with pytest.raises(UnsafePathError, match="directory"):
+        begin("m.keras")
+
+
+@pytest.mark.parametrize("path", ["file/m.keras", "file/{epoch}/m.keras"])
+def test_file_where_a_directory_should_be_is_found_before_training(path):
+    open("file", "w").close()
+    with pytest.raises((UnsafePathError, CheckpointWriteError), match="file"):
+        begin(path)
+
+
+@pytest.mark.parametrize("path", ["m.keras", "{epoch}/m.keras"])
+def test_directory_that_cannot_be_written_is_found_before_training(path, small_disk):
+    disk = small_disk("size=1m,ro")
+    with pytest.raises(CheckpointWriteError, match="read-only"):
+        begin(f"{disk}/{path}")
+
+
+def test_symbolic_link_is_found_before_training():
+    os.symlink("/etc/passwd", "m.keras")
+    with pytest.raises(UnsafePathError, match="symbolic link"):
+        begin("m.keras")

@@ -1,0 +1,230 @@
+"""`SafeModelCheckpoint` in several real processes: racing, killed, in a cluster."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+
+from driven import weight
+from keras_setup import keras
+from processes import run_ok, start
+
+from keras_safe_ckpt import CheckpointStore, SafeModelCheckpoint
+
+#: TensorFlow is imported once and used only in the forked children: a worker starts in
+#: milliseconds instead of seconds.
+FORKED = """
+import random, signal, time, traceback
+import keras
+from keras_safe_ckpt import SafeModelCheckpoint
+
+def model_with(value):
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+    model.compile("sgd", keras.losses.MeanSquaredError(), run_eagerly=True)
+    model.set_weights([np.full((1, 1), value, "float32")])
+    return model
+
+class Score(keras.callbacks.Callback):
+    '''Weight and score of each epoch are what `value` says.'''
+    def __init__(self, value):
+        super().__init__()
+        self.value = value
+    def on_epoch_end(self, epoch, logs=None):
+        logs["score"] = value = self.value(epoch)
+        self.model.set_weights([np.full((1, 1), value, "float32")])
+
+def fork(work, *arguments):
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        work(*arguments)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+X, Y = np.ones((1, 1), "float32"), np.zeros((1, 1), "float32")
+"""
+
+RACE = """
+folder, processes, saves = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+
+def train(number):
+    # In every round each process gets better than it was, and somebody is the best of the round.
+    def value(epoch):
+        order = random.Random(epoch).sample(range(processes), processes)
+        return float(processes * (saves - epoch) + order[number])
+    best = SafeModelCheckpoint(folder + "/best.keras", monitor="score", mode="min",
+                               save_best_only=True)
+    model_with(0.0).fit(X, Y, epochs=saves, verbose=0, callbacks=[Score(value), best])
+    assert best.best <= value(saves - 1), (best.best, value(saves - 1))
+
+children = [fork(train, number) for number in range(processes)]
+print([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children])
+"""
+
+
+def test_eight_processes_race_for_one_best_file(tmp_path):
+    """The true best is there at the end, and what is on the disk never got worse on the way."""
+    processes, saves = 8, 40
+    racing = start(FORKED + RACE, tmp_path, processes, saves)
+    store = CheckpointStore(tmp_path, format="keras")
+    seen = []
+    while racing.poll() is None:
+        for checkpoint in store.checkpoints():
+            score = checkpoint.manifest.metrics["score"]
+            if not seen or seen[-1] != score:
+                seen.append(score)
+    out, err = racing.communicate()
+    assert out.strip() == str([0] * processes), err
+    assert seen == sorted(seen, reverse=True)
+    true_best = float(processes)  # Round 39: 8 * 1 + the place of the best, which is 0.
+    assert len(seen) > 5
+    best = tmp_path / "best.keras"
+    assert store.verify(best).metrics["score"] == true_best
+    assert weight(best) == true_best
+    published = [
+        event["metrics"]["score"] for event in store.events.read() if event["event"] == "save"
+    ]
+    assert published == sorted(published, reverse=True)
+
+
+KILL = """
+folder, kills, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+path = folder + "/m.keras"
+rng = random.Random(seed)
+
+def train(first):
+    callbacks = [Score(lambda epoch: epoch + 1.0), SafeModelCheckpoint(path)]
+    model_with(0.0).fit(X, Y, initial_epoch=first, epochs=10**9, verbose=0, callbacks=callbacks)
+
+from keras_safe_ckpt import CheckpointStore
+store = CheckpointStore(folder, format="keras")
+epoch = 0
+for number in range(kills):
+    pid = fork(train, epoch)
+    # Let it save a few times, then kill it wherever it is.
+    wanted = epoch + rng.randint(1, 3)
+    while not os.path.exists(path) or store.checkpoints()[-1].manifest.epoch < wanted:
+        assert os.waitpid(pid, os.WNOHANG) == (0, 0), "it ended by itself"
+        time.sleep(0.001)
+    time.sleep(rng.random() * 0.03)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    (newest,) = store.checkpoints()
+    store.verify(path)
+    assert newest.manifest.epoch >= wanted
+    epoch = newest.manifest.epoch
+    os.link(path, f"{folder}/after-{number}")
+print(epoch)
+"""
+
+
+def test_killed_at_random_moments_there_is_always_a_whole_model(tmp_path):
+    kills = 50
+    epoch = int(run_ok(FORKED + KILL, tmp_path, kills, 1, timeout=280))
+    assert epoch >= kills
+    weights = []
+    for number in range(kills):
+        # By Keras alone, each file as the killed process left it.
+        copy = tmp_path / f"copy-{number}.keras"
+        shutil.move(tmp_path / f"after-{number}", copy)
+        weights.append(weight(copy))
+    assert weights == sorted(weights)
+    assert weights[-1] == epoch
+    left = [path.name for path in tmp_path.iterdir() if path.name.endswith(".kscktmp")]
+    assert len(left) <= 1  # Of the last one; each next save swept what was there.
+
+
+CLUSTER = """
+index, port, other, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
+workers = [f"127.0.0.1:{port}", f"127.0.0.1:{other}"]
+os.environ["TF_CONFIG"] = json.dumps(
+    {"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}})
+import tensorflow as tf
+strategy = tf.distribute.MultiWorkerMirroredStrategy()
+import keras
+from keras_safe_ckpt import SafeModelCheckpoint
+from keras_safe_ckpt.storage.formats import keras_zip
+
+captured = []
+real = keras_zip.capture
+keras_zip.capture = lambda *a, **k: captured.append(1) or real(*a, **k)
+
+with strategy.scope():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+    model.compile("sgd", "mse")
+model.set_weights([np.full((1, 1), 3.0, "float32")])
+model.optimizer.build(model.trainable_variables)
+callback = SafeModelCheckpoint(folder + "/m.keras", save_best_only=True)
+callback.set_model(model)
+callback.on_train_begin()
+for epoch, loss in enumerate([0.5, 0.9, 0.1]):
+    callback.on_epoch_begin(epoch)
+    callback.on_epoch_end(epoch, {"val_loss": loss})
+callback.on_train_end()
+try:
+    late = SafeModelCheckpoint(folder + "/t.keras", save_every_seconds=5)
+    late.set_model(model)
+    late.on_train_begin()
+    refused = ""
+except ValueError as error:
+    refused = str(error)
+print(json.dumps([callback._writes, len(captured), callback.best, refused]))
+"""
+
+
+def test_workers_of_a_synchronous_cluster_all_capture_and_the_chief_writes(tmp_path):
+    ports = _free_ports(2)
+    workers = [start(CLUSTER, index, *ports, tmp_path) for index in range(2)]
+    results = []
+    for worker in workers:
+        out, err = worker.communicate(timeout=200)
+        assert worker.returncode == 0, err
+        results.append(json.loads(out.splitlines()[-1]))
+    chief, other = results
+    assert chief[:3] == [True, 3, 0.1]
+    assert other[:3] == [False, 3, None]
+    assert all("save_every_seconds=5" in result[3] for result in results)
+    names = [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")]
+    assert sorted(names) == ["events.jsonl", "m.keras"]
+    assert weight(tmp_path / "m.keras") == 3.0
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+PENDING_AT_EXIT = """
+import keras
+from keras_safe_ckpt import SafeModelCheckpoint
+
+class Break(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        raise RuntimeError("broken")
+
+model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(2000), keras.layers.Dense(1000)])
+model.compile("adam", "mse")
+callbacks = [SafeModelCheckpoint(sys.argv[1] + "/m.keras"), Break()]
+model.fit(np.ones((2, 1)), np.ones((2, 1000)), verbose=0, callbacks=callbacks)
+"""
+
+
+def test_program_that_ends_by_an_exception_finishes_its_save(tmp_path):
+    process = start(PENDING_AT_EXIT, tmp_path)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "broken" in err
+    assert keras.models.load_model(tmp_path / "m.keras").count_params() == 2_005_000
+    assert SafeModelCheckpoint.load_latest(tmp_path / "m.keras") is not None
