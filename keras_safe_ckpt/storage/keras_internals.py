@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from keras_safe_ckpt.storage.keras_walk import quicker_walk
+
 _TENSORFLOW_MISSING = (
     "Keras is set to its TensorFlow backend, and TensorFlow is not installed. Install one of\n"
     '  pip install "keras_safe_ckpt[tensorflow-cpu]"\n'
@@ -45,8 +47,8 @@ class ObjectsNotLoadedError(ValueError):
 class Walker(NamedTuple):
     """Keras's own traversal of a model, with stores of our choice."""
 
-    #: walk(model, record, assets_directory or None)
-    record: Callable[[Any, RecordValue, pathlib.Path | None], None]
+    #: record(model, receive, how to make a directory for assets, or None)
+    record: Callable[[Any, RecordValue, Callable[[], pathlib.Path] | None], None]
     #: load(model, names, read): raises ObjectsNotLoadedError
     load: Callable[[Any, Iterable[str], ReadArray], None]
     #: config.json and metadata.json of a .keras file
@@ -85,10 +87,11 @@ def walker() -> tuple[Walker | None, str]:
     recording_store = _recording_store(dictionary_store)
     loading_store = _loading_store(dictionary_store)
     assets_store = _assets_store(disk_store)
+    quicker = quicker_walk(saving_lib)
 
-    def record(model: Any, receive: RecordValue, assets: pathlib.Path | None) -> None:
+    def record(model: Any, receive: RecordValue, assets: Callable[[], pathlib.Path] | None) -> None:
         _remember_skipped_attributes(saving_lib)
-        with _variables_instead_of_copies(model):
+        with quicker(), _variables_instead_of_copies(model):
             save_state(
                 model,
                 weights_store=recording_store(receive),
@@ -195,13 +198,13 @@ def _loading_store(base: type) -> Callable[[Iterable[str], ReadArray], Any]:
     return LoadingStore
 
 
-def _assets_store(base: type) -> Callable[[pathlib.Path], Any]:
+def _assets_store(base: type) -> Callable[[Callable[[], pathlib.Path]], Any]:
     class AssetsStore(base):  # type: ignore[misc]  # Keras checks for its own class
-        def __init__(self, directory: pathlib.Path) -> None:
+        def __init__(self, directory: Callable[[], pathlib.Path]) -> None:
             self._directory = directory
 
         def make(self, path: str) -> str:
-            target = self._directory / path if path else self._directory
+            target = self._directory() / path
             target.mkdir(parents=True, exist_ok=True)
             return target.as_posix()
 
@@ -310,13 +313,20 @@ def _hand_over(optimizer: Any, store: Any) -> None:
 
 def _optimizers_of(candidate: Any, seen: set[int]) -> Iterator[Any]:
     """An optimizer and those inside it (loss scaling, several for several layers)."""
-    keras = import_keras()
-    if isinstance(candidate, (list, tuple)):
-        for item in candidate:
-            yield from _optimizers_of(item, seen)
-    elif isinstance(candidate, Mapping):
-        yield from _optimizers_of(list(candidate.values()), seen)
-    elif isinstance(candidate, keras.optimizers.Optimizer) and id(candidate) not in seen:
+    optimizer_class = import_keras().optimizers.Optimizer
+    if isinstance(candidate, optimizer_class):
+        if id(candidate) in seen:
+            return
         seen.add(id(candidate))
         yield candidate
-        yield from _optimizers_of(list(vars(candidate).values()), seen)
+        inside = list(vars(candidate).values())
+    elif isinstance(candidate, Mapping):
+        inside = list(candidate.values())
+    elif isinstance(candidate, (list, tuple)):
+        inside = list(candidate)
+    else:
+        return
+    for item in inside:
+        # Most of them are variables, of which there may be thousands.
+        if isinstance(item, (optimizer_class, list, tuple, dict, Mapping)):
+            yield from _optimizers_of(item, seen)

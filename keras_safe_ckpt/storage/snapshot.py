@@ -12,7 +12,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -120,9 +120,18 @@ def _capture_by_walking(fast: Walker, model: Any, whole_model: bool) -> Snapshot
         fast.record(model, receive, None)
         return Snapshot(groups, arrays, frozenset(variables), optimizer, sources=sources)
     config, metadata = fast.serialize(model)
-    with tempfile.TemporaryDirectory(prefix="keras_safe_ckpt-") as directory:
-        fast.record(model, receive, Path(directory))
-        assets = _files_below(Path(directory))
+    with ExitStack() as stack:
+        made: list[Path] = []
+
+        def directory() -> Path:
+            # Few models have assets: none is made before it is needed.
+            if not made:
+                temporary = tempfile.TemporaryDirectory(prefix="keras_safe_ckpt-")
+                made.append(Path(stack.enter_context(temporary)))
+            return made[0]
+
+        fast.record(model, receive, directory)
+        assets = _files_below(made[0]) if made else {}
     return Snapshot(
         groups, arrays, frozenset(variables), optimizer, config, metadata, assets, sources
     )
