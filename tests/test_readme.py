@@ -35,6 +35,8 @@ def test_snippets_run(tmp_path):
     assert done.stdout.startswith("3 {'loss': ")
     names = sorted(p.name for p in (tmp_path / "checkpoints").glob("*.h5"))
     assert names == ["ckpt-0000000002.weights.h5", "ckpt-0000000003.weights.h5"]
+    run = sorted(p.name for p in (tmp_path / "run").iterdir() if not p.name.startswith("."))
+    assert {"best.keras", "003.weights.h5", "004.weights.h5", "005.weights.h5"} <= set(run)
 
 
 def test_links_lead_somewhere():
@@ -76,7 +78,8 @@ def test_demo_restores_what_it_trained(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "equal bit by bit: yes" in done.stdout
     names = sorted(n for n in os.listdir(tmp_path / "kept") if n.endswith(".weights.h5"))
-    assert names == [f"ckpt-{step:010d}.weights.h5" for step in (60, 80, 100)]
+    assert names[-3:] == ["03.weights.h5", "04.weights.h5", "05.weights.h5"]
+    assert len(names) <= 4  # The best one may be an older one.
 
 
 def test_demo_with_an_unusable_directory_says_so_in_one_line(tmp_path):
