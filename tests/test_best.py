@@ -63,10 +63,12 @@ def test_what_is_in_place_stays_unless_the_new_one_is_better(in_place, candidate
         assert f"val_loss={in_place:.5f}" in reason
 
 
-def test_the_veto_learns_what_others_reached():
-    best = Best("val_loss", "min", 0.8)
-    best.veto(0.7)(manifest(0.2), manifest(0.7))
-    assert best.value == 0.2
+def test_the_veto_remembers_what_it_kept():
+    veto = Best("val_loss", "min", 0.8).veto(0.7)
+    veto(manifest(0.2), manifest(0.7))
+    assert veto.kept == 0.2
+    veto(None, manifest(0.7))
+    assert veto.kept is None
 
 
 def test_without_values_the_newer_one_stays():

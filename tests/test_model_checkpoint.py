@@ -11,6 +11,7 @@ import math
 import os
 import pickle
 import re
+import shutil
 import threading
 import warnings
 import weakref
@@ -33,6 +34,7 @@ from keras_safe_ckpt import (
     SafeModelCheckpoint,
     UnsafePathError,
 )
+from keras_safe_ckpt.storage import manifest as manifest_module
 from keras_safe_ckpt.storage.formats import FORMATS, keras_zip, weights_h5
 from keras_safe_ckpt.storage.shared_capture import is_current, shared_capture
 from keras_safe_ckpt.storage.snapshot import capture
@@ -62,12 +64,12 @@ def events(kind: str, folder: str = ".") -> list[dict]:
         return [e for e in map(json.loads, file) if e["event"] == kind]
 
 
-def flip_a_bit(path: str) -> None:
+def flip_a_bit(path: str, where: float = 0.5) -> None:
     with open(path, "rb+") as file:
-        middle = os.path.getsize(path) // 2
-        file.seek(middle)
+        place = int(os.path.getsize(path) * where)
+        file.seek(place)
         byte = file.read(1)[0]
-        file.seek(middle)
+        file.seek(place)
         file.write(bytes([byte ^ 1]))
 
 
@@ -330,7 +332,7 @@ def test_best_does_not_advance_when_the_save_fails():
     assert callback.best is None
     with pytest.warns(UserWarning, match="A save failed"):
         callback.on_epoch_end(1, {"val_loss": 0.6})  # Worse than what was lost, and saved.
-    with pytest.warns(UserWarning, match="1 saves failed"):
+    with pytest.warns(UserWarning, match="1 save failed"):
         callback.on_train_end()
     assert callback.best == 0.6
     assert files() == ["m.keras"]
@@ -479,6 +481,70 @@ def test_nothing_saved_because_of_an_older_file_is_said(caplog):
     assert re.search(r"Nothing was saved.*0\.10000.*m\.keras", record.getMessage())
 
 
+def test_damaged_best_does_not_keep_whole_models_away():
+    drive(SafeModelCheckpoint("m.keras", save_best_only=True), losses(0.1))
+    flip_a_bit("m.keras", 0.3)
+    CheckpointStore(".").checkpoints(on_skip=lambda path, reason: pytest.fail(reason))
+    callback = SafeModelCheckpoint("m.keras", save_best_only=True)
+    with pytest.warns(UserWarning, match=r"m\.keras does not count as the best model"):
+        drive(callback, losses(0.5, 0.4, 0.6))
+    assert callback.best == 0.4
+    assert weight(SafeModelCheckpoint.load_best("m.keras")) == 2.0
+
+
+def test_best_that_is_damaged_during_training_is_replaced():
+    callback = SafeModelCheckpoint("m.keras", save_best_only=True, background=False)
+    other = SafeModelCheckpoint("m.keras", save_best_only=True, background=False)
+    callback.set_model(tiny_model(7.0))
+    callback.on_train_begin()
+    drive(other, losses(0.1))
+    flip_a_bit("m.keras", 0.3)
+    callback.on_epoch_end(0, {"val_loss": 0.5})
+    callback.on_train_end()
+    assert weight("m.keras") == 7.0
+
+
+def test_best_that_was_deleted_is_no_best_any_more():
+    callback = SafeModelCheckpoint("m.keras", save_best_only=True)
+    drive(callback, losses(0.1))
+    os.remove("m.keras")
+    drive(callback, losses(0.5))
+    assert files() == ["m.keras"]
+    assert callback.best == 0.5
+
+
+def test_incumbent_that_cannot_be_compared_is_found_before_training(monkeypatch):
+    drive(SafeModelCheckpoint("m.keras"), losses(0.1))
+    monkeypatch.setattr(manifest_module, "FORMAT_VERSION", 0)  # As if written by a newer one.
+    for best_only in (True, False):
+        callback = SafeModelCheckpoint("m.keras", save_best_only=best_only)
+        callback.set_model(tiny_model())
+        with pytest.raises(CheckpointWriteError, match="upgrade keras_safe_ckpt"):
+            callback.on_train_begin()
+
+
+# Attributes that Keras leaves public
+
+
+def test_attributes_may_be_set_before_each_fit():
+    callback = SafeModelCheckpoint("x.keras", save_best_only=True)
+    for fold in range(2):
+        callback.filepath = f"fold{fold}.keras"
+        drive(callback, losses(0.1 + fold))
+    assert files() == ["fold0.keras", "fold1.keras"]
+    callback.filepath, callback.save_freq, callback.monitor = "{batch}.keras", 2, "loss"
+    drive(callback, losses(0.9), batches=4)
+    assert files() == ["2.keras", "fold0.keras", "fold1.keras"]
+    assert CheckpointStore(".").checkpoints()[-1].manifest.monitor == "loss"
+
+
+def test_wrong_attribute_is_found_before_training():
+    callback = SafeModelCheckpoint("{epoch}.keras", max_to_keep=2)
+    callback.filepath = "m.keras"
+    with pytest.raises(ValueError, match=r"m\.keras"):
+        drive(callback, losses(0.1))
+
+
 # Who writes
 
 
@@ -490,7 +556,7 @@ def test_independent_workers_write_to_places_of_their_own(monkeypatch):
     assert files("run") == ["worker-0", "worker-1"]
     assert files("run/worker-0") == files("run/worker-1") == ["2.keras"]
     (saved,) = CheckpointStore("run/worker-1").checkpoints()
-    assert saved.manifest.worker == "worker 1"
+    assert saved.manifest.worker == "worker-1"
     monkeypatch.delenv("RANK")
     assert weight(SafeModelCheckpoint.load_latest("run/{epoch}.keras", worker=0)) == 2.0
     assert weight(SafeModelCheckpoint.load_best("run/{epoch}.keras")) == 2.0
@@ -586,6 +652,58 @@ def test_retention_touches_nobody_elses_files():
     drive(SafeModelCheckpoint("other-{epoch}.keras"), losses(0.9))
     drive(SafeModelCheckpoint("{epoch}.keras", max_to_keep=1), losses(0.5, 0.4))
     assert files() == ["2.keras", "77.keras", "best.keras", "other-1.keras"]
+
+
+def test_copy_of_the_users_own_stays():
+    drive(SafeModelCheckpoint("{epoch}.keras", max_to_keep=1), losses(0.5, 0.4))
+    shutil.copy("2.keras", "final.keras")
+    drive(SafeModelCheckpoint("{epoch}.keras", max_to_keep=1), losses(0.3), first_epoch=2)
+    assert files() == ["3.keras", "final.keras"]
+
+
+def test_best_of_a_run_before_is_not_overwritten_by_a_worse_one(caplog):
+    """A second fit counts its epochs from one again."""
+    drive(SafeModelCheckpoint("{epoch}.keras", keep_best=1), losses(0.1, 0.5))
+    drive(SafeModelCheckpoint("{epoch}.keras", keep_best=1), losses(0.9, 0.4), model=tiny_model())
+    assert weight(SafeModelCheckpoint.load_best("{epoch}.keras")) == 1.0
+    assert "1.keras; it is the best of the runs before (val_loss=0.10000)" in caplog.text
+    (saved,) = [c for c in CheckpointStore(".").checkpoints() if c.path.name == "2.keras"]
+    assert saved.manifest.metrics["val_loss"] == 0.4
+
+
+def test_files_of_the_same_run_are_overwritten_as_in_keras():
+    callback = SafeModelCheckpoint("{epoch}.keras", "loss", save_freq=1, max_to_keep=2)
+    model = tiny_model()
+    callback.set_model(model)
+    callback.on_train_begin()
+    callback.on_epoch_begin(0)
+    for batch, loss in enumerate([0.1, 0.2]):
+        set_weight(model, batch)
+        callback.on_train_batch_end(batch, {"loss": loss})
+    callback.on_train_end()
+    assert weight("1.keras") == 1.0
+
+
+def test_retention_goes_on_with_nan():
+    callback = SafeModelCheckpoint("{epoch}.keras", max_to_keep=2, keep_best=1)
+    drive(callback, losses(0.5, 0.4, math.nan, math.nan, math.nan))
+    assert files() == ["2.keras", "4.keras", "5.keras"]
+
+
+def test_other_standard_is_said_where_files_are_deleted_by_it():
+    drive(SafeModelCheckpoint("{epoch}.keras", max_to_keep=2), losses(0.5))
+    callback = SafeModelCheckpoint("{epoch}.keras", "loss", mode="max", max_to_keep=2)
+    with pytest.warns(UserWarning, match="was judged by monitor='val_loss', mode='min'"):
+        drive(callback, losses(0.5), first_epoch=1)
+
+
+def test_number_of_the_worker_does_not_split_what_is_kept(monkeypatch):
+    path = "w{worker}-{epoch}.keras"
+    drive(SafeModelCheckpoint(path, max_to_keep=1), losses(0.5))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    drive(SafeModelCheckpoint(path, max_to_keep=1), losses(0.4), first_epoch=1)
+    assert files() == ["w0-2.keras"]
 
 
 def test_nothing_is_deleted_while_the_best_is_not_known():
@@ -686,7 +804,7 @@ def test_warning_instead_of_an_error(background):
             wait_until(lambda: not saver_threads(), "the save gave up")
             callback.on_train_batch_end(0, {})
     assert any("A save failed, training goes on" in str(w.message) for w in caught)
-    with pytest.warns(UserWarning, match="1 saves failed during training:\n.*LockTimeoutError"):
+    with pytest.warns(UserWarning, match="1 save failed during training:\n.*LockTimeoutError"):
         callback.on_train_end()
     assert weight("m.keras") == 1.0
     assert events("error")[0]["kind"] == "LockTimeoutError"
@@ -697,11 +815,43 @@ def test_failures_of_one_run_are_not_those_of_the_next():
     with held_lock():
         callback.on_epoch_end(0, {})
         wait_until(lambda: not saver_threads(), "the save gave up")
-    with pytest.warns(UserWarning, match="1 saves failed"):
+    with pytest.warns(UserWarning, match="1 save failed"):
         callback.on_train_end()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         drive(callback, losses(0.5))
+
+
+class Unserializable(keras.layers.Layer):
+    def call(self, x):
+        return x
+
+    def get_config(self):
+        raise RuntimeError("no config")
+
+
+def test_capture_that_fails_is_in_the_log_as_well():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1), Unserializable()])
+    callback = SafeModelCheckpoint("m.keras", on_error="warn")
+    callback.set_model(model)
+    callback.on_train_begin()
+    with pytest.warns(UserWarning, match="no config"):
+        callback.on_epoch_end(0, {})
+    with pytest.warns(UserWarning, match="no config"):
+        callback.on_train_end()
+    assert [event["kind"] for event in events("error")] == ["RuntimeError"]
+
+
+def test_directory_that_becomes_a_file_during_training_is_warned_of_each_time():
+    callback = SafeModelCheckpoint("run/m.keras", on_error="warn", background=False)
+
+    def replace(epoch):
+        if epoch == 0:
+            shutil.rmtree("run")
+            open("run", "w").close()
+
+    with pytest.warns(UserWarning, match="2 saves failed during training:\n  CheckpointWriteError"):
+        drive(callback, losses(0.5, 0.4, 0.3), between=replace)
 
 
 def test_full_disk_during_training_leaves_the_previous_checkpoint(small_disk):
@@ -768,7 +918,9 @@ def test_second_fit_with_the_same_object():
     assert weight("m.keras") == weight(model)
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))])
+@pytest.mark.parametrize(
+    "duplicate", [copy.copy, copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))]
+)
 def test_copies_are_callbacks_of_their_own(duplicate):
     callback = SafeModelCheckpoint("{epoch}.keras", save_best_only=True, keep_best=3)
     callback.set_model(tiny_model())
@@ -882,6 +1034,54 @@ def test_weights_alone_do_not_serve_for_a_whole_model(captures):
     assert weight("best.keras") == weight("1.weights.h5") == 1.0
 
 
+def set_rate(model):
+    model.layers[0].rate = 0.9
+
+
+def freeze_layer(model):
+    model.layers[-1].trainable = False
+
+
+def compile_anew(model):
+    model.compile("adam", "mse")
+    model.optimizer.build(model.trainable_variables)
+
+
+def add_layer(model):
+    model.add(keras.layers.Dense(1))
+
+
+@pytest.mark.parametrize("change", [set_rate, freeze_layer, compile_anew, add_layer])
+@pytest.mark.parametrize("name", ["b.keras", "b.weights.h5"])
+def test_whatever_changes_the_model_in_between_is_saved(change, name):
+    model = keras.Sequential(
+        [keras.Input((1,)), keras.layers.Dropout(0.1), keras.layers.Dense(1, use_bias=False)]
+    )
+    model.compile("sgd", "mse")
+    callbacks = [
+        SafeModelCheckpoint("a.keras"),
+        SafeModelCheckpoint(name, save_weights_only=name.endswith(".h5")),
+    ]
+    with held_lock():
+        for callback in callbacks:
+            callback.set_model(model)
+            callback.on_train_begin()
+        callbacks[0].on_epoch_end(0, {})
+        change(model)
+        callbacks[1].on_epoch_end(0, {})
+    for callback in callbacks:
+        callback.on_train_end()
+    if name.endswith(".h5"):
+        SafeModelCheckpoint.load_latest(name, model)  # Fits the model as it is now.
+        assert type(model.optimizer).__name__ == CheckpointStore(".").verify(name).optimizer
+    else:
+        loaded = keras.models.load_model(name)
+        assert len(loaded.layers) == len(model.layers)
+        assert type(loaded.optimizer) is type(model.optimizer)
+        assert loaded.layers[0].rate == model.layers[0].rate
+        assert [x.trainable for x in loaded.layers] == [x.trainable for x in model.layers]
+
+
 def test_training_a_single_step_is_noticed():
     model = tiny_model(1.0)
     snapshot = shared_capture(FORMATS["keras"], model, None)
@@ -956,6 +1156,22 @@ def test_what_was_not_judged_is_not_the_best():
     assert weight(SafeModelCheckpoint.load_best("n.keras", mode="max")) == 1.0
 
 
+def test_directory_that_cannot_be_listed_hides_nothing_else(monkeypatch, caplog):
+    drive(SafeModelCheckpoint("m.keras"), losses(0.5))
+    real = os.listdir
+
+    def listdir(path="."):
+        if str(path).endswith("locked"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    os.makedirs("worker-1")
+    os.symlink("locked", "worker-2")
+    os.makedirs("locked")
+    monkeypatch.setattr(os, "listdir", listdir)
+    assert weight(SafeModelCheckpoint.load_latest("m.keras")) == 1.0
+
+
 # The format of Keras 2
 
 
@@ -975,6 +1191,25 @@ def test_legacy_files_are_published_the_same_way():
     flip_a_bit("m.h5")
     with pytest.raises(CorruptCheckpointError):
         SafeModelCheckpoint.load_latest("m.h5")
+
+
+def test_legacy_file_into_a_model_says_that_the_optimizer_is_left(caplog):
+    loss = keras.losses.MeanSquaredError()
+    drive(SafeModelCheckpoint("m.h5"), losses(0.5), model=tiny_model(loss=loss))
+    SafeModelCheckpoint.load_latest("m.h5", tiny_model(loss=loss))
+    assert "only the weights" in caplog.text
+
+
+def test_legacy_file_in_a_directory_that_was_removed():
+    callback = SafeModelCheckpoint("run/m.h5")
+    loss = keras.losses.MeanSquaredError()
+    drive(
+        callback,
+        losses(0.5, 0.4),
+        model=tiny_model(loss=loss),
+        between=lambda epoch: epoch or (callback._saver.wait(), shutil.rmtree("run")),
+    )
+    assert weight("run/m.h5") == 2.0
 
 
 def test_legacy_files_of_others_are_not_looked_at():
@@ -1002,6 +1237,9 @@ def test_legacy_files_of_others_are_not_looked_at():
         {"keep_best": -1},
         {"keep_every": 0},
         {"max_to_keep": 3},  # of one file
+        {"save_every_seconds": "5"},
+        {"locks": "redis"},
+        {"monitor": None},
     ],
 )
 def test_wrong_options_are_refused_at_construction(options):
@@ -1011,7 +1249,19 @@ def test_wrong_options_are_refused_at_construction(options):
     assert str(value) in str(caught.value)
 
 
-@pytest.mark.parametrize("path", ["gs://bucket/m.keras", "m\0.keras"])
+@pytest.mark.parametrize(
+    "path",
+    ["{epoch:zz}.keras", "{epoch!z}.keras", "{epoch.foo}.keras", "{batch[0]}.keras", "{}.keras"],
+)
+def test_placeholders_that_cannot_be_filled_are_refused_at_construction(path):
+    with pytest.raises(ValueError, match="Expected placeholders") as caught:
+        SafeModelCheckpoint(path)
+    assert repr(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "path", ["gs://bucket/m.keras", "m\0.keras", ".hidden.keras", "a\\b.keras"]
+)
 def test_paths_that_no_file_system_has_are_refused_at_construction(path):
     with pytest.raises(UnsafePathError):
         SafeModelCheckpoint(path)
@@ -1020,6 +1270,24 @@ def test_paths_that_no_file_system_has_are_refused_at_construction(path):
 def test_whole_model_in_a_file_for_weights_is_refused():
     with pytest.raises(ValueError, match="save_weights_only=True"):
         SafeModelCheckpoint("m.weights.h5")
+
+
+class NoPlace(PerWorker):
+    def place(self, template, role):
+        return None
+
+
+class PlainPath(PerWorker):
+    def place(self, template, role):
+        return f"mine-{role.number}.keras"
+
+
+def test_policy_of_the_users_own_may_return_a_plain_path():
+    drive(SafeModelCheckpoint("m.keras", write_policy=PlainPath()), losses(0.5))
+    assert files() == ["mine-0.keras"]
+    callback = SafeModelCheckpoint("m.keras", write_policy=NoPlace())
+    with pytest.raises(ValueError, match="return a path"):
+        drive(callback, losses(0.5))
 
 
 class OnePlace(PerWorker):

@@ -94,3 +94,29 @@ def test_directories_are_not_files(files):
 
 def test_root_directory_is_absolute():
     assert PathTemplate("/{epoch}.keras").deepest_fixed_directory() == "/"
+
+
+def test_metric_with_a_slash_in_its_name(files):
+    template = PathTemplate("run/{head/loss:.1f}.keras")
+    assert template.name == "{head/loss:.1f}.keras"
+    assert template.parent.text == "run"
+    assert template.fill({"head/loss": 0.25}) == "run/0.2.keras"
+    files("run/0.2.keras")
+    assert names(template) == ["run/0.2.keras"]
+
+
+@pytest.mark.parametrize("text", ["{epoch:<4d}x", "{epoch:+d}", "{epoch:*>4d}", "{epoch:x}"])
+def test_existing_with_other_ways_to_write_a_count(files, text):
+    template = PathTemplate(f"{text}.keras")
+    files(template.fill({"epoch": 12}))
+    assert len(template.existing()) == 1
+
+
+def test_template_below_a_directory_with_braces():
+    assert PathTemplate("{epoch}.keras").below("/a{b}").fill({"epoch": 1}) == "/a{b}/1.keras"
+
+
+def test_counts_alone():
+    template = PathTemplate("{epoch:02d}-{loss}-{epoch}")
+    assert template.count_text("epoch", 3) == "033"
+    assert template.count_text("batch", 3) == ""

@@ -128,6 +128,9 @@ def test_wrong_keywords_are_named(settings):
         (Keeping(max_to_keep=2), "{batch}.keras"),
         (Keeping(max_to_keep=2), "{worker}.keras"),
         (Keeping(max_to_keep=2), "{epoch}/{epoch}.keras"),
+        (Keeping(max_to_keep=1), "{epoch}/m.keras"),
+        (Keeping(max_to_keep=1), "{val_loss}.keras"),
+        (Keeping(max_to_keep=2), "{epoch!s:.1}.keras"),
     ],
 )
 def test_files_that_would_overwrite_each_other_are_noticed(keeping, path):

@@ -87,3 +87,28 @@ def test_copy_has_nothing_pending():
     twin.wait()
     go.set()
     writer.wait()
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_interrupt_while_a_save_is_started_leaves_nobody_waiting(monkeypatch, started):
+    """Whether it ran or not is decided when `wait` returns, and does not change later."""
+    real = threading.Thread.start
+
+    def interrupted(thread):
+        if started:
+            real(thread)
+        raise KeyboardInterrupt
+
+    for _ in range(20):
+        writer, ran = BackgroundWriter(), []
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                writer.submit(lambda ran=ran: ran.append(1))
+        writer.wait()
+        then = len(ran)
+        for thread in threading.enumerate():
+            if thread.name.startswith("keras_safe_ckpt"):
+                thread.join()
+        assert len(ran) == then
+        assert started or not ran

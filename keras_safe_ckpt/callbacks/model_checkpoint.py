@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import logging
-import math
 import os
-import warnings
-from collections import deque
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from keras_safe_ckpt.callbacks.messages import say
-from keras_safe_ckpt.cluster.roles import Role, role_of
-from keras_safe_ckpt.cluster.write_policies import (
-    WritePolicy,
-    ensure_places_differ,
-    find_policy,
-    saved_under,
-)
-from keras_safe_ckpt.storage.keras_internals import better_direction, import_keras
+from keras_safe_ckpt.callbacks.checkpoint_run import CheckpointRun, Moment, Settings, cannot_format
+from keras_safe_ckpt.cluster.write_policies import WritePolicy, find_policy, saved_under
+from keras_safe_ckpt.storage.keras_internals import import_keras
 from keras_safe_ckpt.storage.lock_backend import Locks
 from keras_safe_ckpt.storage.lookup import best_first, load_in_order, newest_first
 from keras_safe_ckpt.storage.path_template import PathTemplate
-from keras_safe_ckpt.storage.paths import absolute
-from keras_safe_ckpt.storage.retention import Checkpoint, unless_newer
-from keras_safe_ckpt.training.best import Best, learn_from_disk
+from keras_safe_ckpt.storage.paths import absolute, refuse_unsafe_name
+from keras_safe_ckpt.training.best import Best
 from keras_safe_ckpt.training.cadence import AnyOf, Cadence, EveryBatches, EveryEpoch, EverySeconds
 from keras_safe_ckpt.training.keeping import Keeping
-from keras_safe_ckpt.training.logs import monitored_value, numbers_in
-from keras_safe_ckpt.training.saver import Saver, SaveRequest
+from keras_safe_ckpt.training.saver import Saver
 
 _log = logging.getLogger(__name__)
 
@@ -82,6 +73,8 @@ class SafeModelCheckpoint(_ModelCheckpoint):  # type: ignore[misc]
         on_error: str = "raise",
         locks: Locks | None = None,
     ) -> None:
+        if not isinstance(monitor, str):
+            raise ValueError(f"Expected monitor to be a string. Received: monitor={monitor!r}")
         self._best = Best(monitor)
         # Its checks and its words for extensions, save_freq and mode.
         super().__init__(
@@ -94,30 +87,16 @@ class SafeModelCheckpoint(_ModelCheckpoint):  # type: ignore[misc]
             save_freq,
             initial_value_threshold,
         )
-        absolute(self.filepath)  # Raises for what is not a path of a file system.
-        self._given = PathTemplate(self.filepath)
         self._policy = find_policy(write_policy)
         self._keeping = Keeping(max_to_keep, keep_best, keep_every)
-        self._keeping.ensure_fits(self._given)
         self._save_every_seconds = save_every_seconds
-        self._cadence = _cadence(save_freq, save_every_seconds)
-        self._saver = Saver(
-            format=_format(self.filepath, save_weights_only),
-            background=background,
-            on_error=on_error,
-            locks=locks,
-        )
-        self._role: Role | None = None
+        self._saver = Saver(background=background, on_error=on_error, locks=locks)
+        self._configure()
+        self._run: CheckpointRun | None = None
         self._said_role = ""
-        self._template = self._shown = self._given
-        self._writes = True
-        self._direction_is_open = True
         self._epoch = 0
         self._last_batch = -1
         self._batches = 0
-        self._saves = 0
-        self._found: Checkpoint | None = None
-        self._news: deque[str] = deque()
 
     @property
     def best(self) -> float | None:
@@ -126,7 +105,8 @@ class SafeModelCheckpoint(_ModelCheckpoint):  # type: ignore[misc]
 
     @best.setter
     def best(self, value: float | None) -> None:
-        self._best.value = None if value is None else float(value)
+        self._threshold = None if value is None else float(value)
+        self._best.value = self._threshold
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         self._saver.forget_interrupted()
@@ -137,31 +117,25 @@ class SafeModelCheckpoint(_ModelCheckpoint):  # type: ignore[misc]
         self._last_batch = -1
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        self._report()
-        if self._direction_is_open:
-            self._settle_direction()
+        run = self._run or self._begin()
+        run.report()
+        if run.direction_is_open:
+            run.settle_direction()
         self._batches += batch - self._last_batch
         self._last_batch = batch
         if self._cadence.after_batch(batch):
-            self._save(self._epoch, batch, logs or {})
+            self._save(run, self._epoch, batch, logs)
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        self._report()
+        run = self._run or self._begin()
+        run.report()
         if self._cadence.after_epoch():
-            self._save(epoch, None, logs or {})
+            self._save(run, epoch, None, logs)
 
     def on_train_end(self, logs: Mapping[str, Any] | None = None) -> None:
-        try:
-            self._saver.finish()
-        finally:
-            self._say_news()
-            self._role = None
-        if self._writes and self._found is not None and not self._saves:
-            _log.warning(
-                "Nothing was saved: %s never got better than %.5f, which %s has since before this "
-                "training. To start over, delete that file or use another filepath.",
-                self.monitor, self.best, self._found.path,
-            )  # fmt: skip
+        run, self._run = self._run, None
+        if run is not None:
+            run.finish()
 
     @staticmethod
     def load_best(
@@ -195,169 +169,57 @@ class SafeModelCheckpoint(_ModelCheckpoint):  # type: ignore[misc]
         templates = saved_under(filepath, worker)
         return load_in_order(templates, newest_first, model, custom_objects)
 
-    def _begin(self) -> None:
-        """Everything that can be wrong is found here, before the first batch."""
-        if "batch" in self._given.fields and isinstance(self._cadence, EveryEpoch):
-            raise self._cannot_format("'batch', which is only known with save_freq=<batches>")
-        role = self._role = role_of(self.model)
-        self._writes = self._policy.writes(role)
-        self._shown = self._policy.place(self._given, role)
-        here = os.getcwd().replace("{", "{{").replace("}", "}}")
-        self._template = PathTemplate(os.path.join(here, self._shown.text))
-        self._say_role(role)
-        if self._save_every_seconds is not None and _together(role):
-            raise ValueError(
-                "Expected no save_every_seconds where several workers train one model: their "
-                "clocks differ, and all must capture after the same batch. Use save_freq. "
-                f"Received: save_every_seconds={self._save_every_seconds}"
-            )
-        if self._keeping.deletes:
-            ensure_places_differ(self._policy, self._given, role)
-        self._cadence.saved()
-        self._saves = 0
-        self._found = None
-        if self._writes:
-            apart = self._shown.text != self._given.text
-            self._saver.open(self._template, role.task if apart else None)
-        self._best.mode = None
-        self._direction_is_open = True
-        self._settle_direction(final=False)
-
-    def _say_role(self, role: Role) -> None:
-        task = f"writes {self._shown.text}" if self._writes else "does not write"
-        text = f"{self._policy!r}: this process {task}; it is {role}"
-        if text != self._said_role:
-            self._said_role = text
-            _log.info("SafeModelCheckpoint, write policy %s", text)
-
-    def _settle_direction(self, final: bool = True) -> None:
-        """Learn whether less or more is better; Keras knows once the metrics are built."""
-        try:
-            self._best.mode = better_direction(self)
-        except ValueError:
-            if final and (self.save_best_only or self._keeping.deletes):
-                raise
-            self._direction_is_open = not final
-            return
-        self._direction_is_open = False
-        if self.save_best_only and self._writes:
-            self._learn_from_disk()
-
-    def _learn_from_disk(self) -> None:
-        """A restart must not forget what the best was."""
-        self._found, doubts = learn_from_disk(self._best, self._template)
-        for doubt in doubts:
-            warnings.warn(doubt, stacklevel=2)
-        if self._found is not None:
-            text = f"{self.monitor} was {self.best:.5f} in {self._found.path}, from before"
-            _log.info("Best so far: %s", text)
-            if self.verbose > 0:
-                say(f"\nBest so far: {text}")
-
-    def _save(self, epoch: int, batch: int | None, logs: Mapping[str, Any]) -> None:
-        if self._role is None:  # Called by hand, without on_train_begin.
-            self._begin()
-        assert self._role is not None
-        if self._direction_is_open:
-            self._settle_direction()
-        shown = self._fill(self._shown, epoch, batch, logs)
-        source = self.model
-        if _together(self._role):
-            # Reading a variable may be a collective: all workers, whatever they do with it.
-            source = self._saver.capture(self.model)
-        if not self._writes:
-            return
-        judged = self.save_best_only or self._keeping.keep_best is not None
-        value = monitored_value(logs, self.monitor) if judged else None
-        if self.save_best_only and not self._worth_saving(epoch, value, shown):
-            return
-        if not self.save_best_only and self.verbose > 0:
-            say(f"\nEpoch {epoch + 1}: saving model to {shown}")
-        retention = self._keeping.policy(self.monitor, self._best.mode)
-        if judged and (value is None or math.isnan(value)):
-            retention = None  # Who knows which one is the best: delete nothing.
-        request = SaveRequest(
-            path=self._fill(self._template, epoch, batch, logs),
-            series=self._template.name,
-            step=self._step(),
-            # Finished epochs, and finished batches of the one after.
-            epoch=epoch + 1 if batch is None else epoch,
-            batch=None if batch is None else batch + 1,
-            metrics=numbers_in(logs),
-            monitor=self.monitor,
-            mode=self._best.mode,
-            veto=self._best.veto(value) if self.save_best_only else unless_newer,
-            retention=retention,
+    def _configure(self) -> None:
+        """Take over what Keras keeps in public attributes, which a program may set at any time."""
+        self._configured = (self.filepath, self.save_freq, self.save_weights_only)
+        absolute(self.filepath)  # Raises for what is not a path of a file system.
+        template = PathTemplate(self.filepath)
+        template.refuse_unfit_counts()
+        refuse_unsafe_name(template.name, Path(template.parent.text))
+        self._keeping.ensure_fits(template)
+        self._settings = Settings(
+            template,
+            _format(self.filepath, self.save_weights_only),
+            self._policy,
+            self._keeping,
+            self._save_every_seconds,
         )
+        self._cadence = _cadence(self.save_freq, self._save_every_seconds)
+
+    def _begin(self) -> CheckpointRun:
+        if self._configured != (self.filepath, self.save_freq, self.save_weights_only):
+            self._configure()
+        if "batch" in self._settings.template.fields and isinstance(self._cadence, EveryEpoch):
+            reason = "'batch', which is only known with save_freq=<batches>"
+            raise cannot_format(self.filepath, reason)
+        # What is on the disk counts, not what was there in an earlier fit.
+        self._best.monitor = self.monitor
+        self._best.value = self._threshold
         self._cadence.saved()
+        self._batches = 0
+        self._run = CheckpointRun(self, self._settings, self._best, self._saver)
+        if str(self._run) != self._said_role:
+            self._said_role = str(self._run)
+            _log.info("SafeModelCheckpoint, %s", self._run)
+        return self._run
 
-        def done(checkpoint: Checkpoint | None) -> None:
-            if checkpoint is not None:
-                self._saves += 1
-                if self.save_best_only:
-                    self._best.learn(value)
-            outcome = "finished saving model to" if checkpoint else "kept the better model in"
-            self._news.append(f"\nEpoch {epoch + 1}: {outcome} {shown}")
-
-        self._saver.save(source, request, done)
-        self._report()
-
-    def _worth_saving(self, epoch: int, value: float | None, shown: str) -> bool:
-        """As Keras decides, against what is durable, and with the words of Keras."""
-        if value is None:
-            return True  # Keras saves what it cannot judge; it replaces nothing that is judged.
-        if math.isnan(value):
-            warnings.warn(f"{self.monitor} is NaN: not saved as the best model.", stacklevel=2)
-            return False
-        if self._best.beaten_by(value) and self._saver.busy:
-            # What is being written now is the best only when it is durable.
-            self._saver.wait()
-            self._report()
-        before = "None" if self.best is None else f"{self.best:.5f}"
-        better = self._best.beaten_by(value)
-        if self.verbose > 0:
-            change = (
-                f"improved from {before} to {value:.5f}, saving model to {shown}"
-                if better
-                else f"did not improve from {before}"
-            )
-            say(f"\nEpoch {epoch + 1}: {self.monitor} {change}")
-        return better
-
-    def _fill(
-        self, template: PathTemplate, epoch: int, batch: int | None, logs: Mapping[str, Any]
-    ) -> str:
-        values = {"batch": self._last_batch + 1, **logs, "epoch": epoch + 1}
-        if batch is None and self._save_every_seconds is None and "batch" not in logs:
-            del values["batch"]
-        try:
-            return template.fill(values)
-        except KeyError as error:
-            raise self._cannot_format(str(error)) from None
-
-    def _cannot_format(self, reason: str) -> KeyError:
-        return KeyError(
-            f'Failed to format this callback filepath: "{self.filepath}". Reason: {reason}'
-        )
-
-    def _step(self) -> int:
-        iterations = getattr(getattr(self.model, "optimizer", None), "iterations", None)
-        return self._batches if iterations is None else int(iterations.numpy())
-
-    def _report(self) -> None:
-        if self._news:
-            self._say_news()
-        self._saver.poll()
-
-    def _say_news(self) -> None:
-        while self._news:
-            text = self._news.popleft()
-            if self.verbose > 0:
-                say(text)
+    def _save(
+        self, run: CheckpointRun, epoch: int, batch: int | None, logs: Mapping[str, Any] | None
+    ) -> None:
+        moment = Moment(epoch, batch, self._last_batch + 1, self._batches)
+        if run.save(moment, logs or {}):
+            self._cadence.saved()
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy (as tuners make) trains another model: it keeps the settings and the best value.
-        return {**vars(self), "_model": None, "_role": None, "_found": None, "_news": deque()}
+        return {
+            **vars(self),
+            "_model": None,
+            "_run": None,
+            "_best": copy.copy(self._best),
+            "_cadence": copy.deepcopy(self._cadence),
+            "_saver": copy.copy(self._saver),
+        }
 
 
 def _cadence(save_freq: str | int, seconds: float | None) -> Cadence:
@@ -374,7 +236,3 @@ def _format(filepath: str, weights_only: bool) -> str:
             f".keras for the whole model. Received: filepath={filepath!r}"
         )
     return "keras" if filepath.endswith(".keras") else "legacy_h5"
-
-
-def _together(role: Role) -> bool:
-    return role.synchronous and not role.alone

@@ -126,31 +126,40 @@ def _role_from_tf_config(text: str) -> Role:
 def _role_in(
     cluster: Mapping[str, Any], job: Any, index: Any, synchronous: bool, source: str
 ) -> Role:
-    if job not in cluster and job != "evaluator":
+    if not isinstance(job, str) or (job not in cluster and job != "evaluator"):
         raise ClusterConfigError(
             "task.type", f"expected one of {sorted(cluster)}, received {job!r} ({source})"
-        )
-    try:
-        index = int(index)
-    except (TypeError, ValueError):
-        index = -1
-    tasks = len(cluster.get(job, ())) or 1
-    if not 0 <= index < tasks:
-        raise ClusterConfigError(
-            "task.index", f"expected 0 to {tasks - 1} for {job!r}, received {index} ({source})"
         )
     jobs = sorted(
         {*cluster, job}, key=lambda name: (_JOBS.index(name) if name in _JOBS else 99, name)
     )
-    before = sum(len(cluster.get(name, ())) or 1 for name in jobs[: jobs.index(job)])
-    world = sum(len(cluster.get(name, ())) or 1 for name in jobs)
+    tasks = {name: _indices(cluster.get(name, ())) for name in jobs}
+    if not _is_index(index) or int(index) not in tasks[job]:
+        raise ClusterConfigError(
+            "task.index", f"expected one of {tasks[job]} for {job!r}, received {index!r} ({source})"
+        )
+    before = sum(len(tasks[name]) for name in jobs[: jobs.index(job)])
     leaders = [name for name in ("chief", "master") if name in cluster]
-    chief = job in leaders or (not leaders and job == "worker" and index == 0)
     return Role(
-        before + index,
-        world,
-        chief,
-        synchronous and job != "evaluator",
-        f"{job} {index}",
-        source,
+        number=before + tasks[job].index(int(index)),
+        world=sum(map(len, tasks.values())),
+        chief=job in leaders or (not leaders and job == "worker" and int(index) == tasks[job][0]),
+        synchronous=synchronous and job != "evaluator",
+        task=f"{job} {index}",
+        source=source,
     )
+
+
+def _indices(tasks: Any) -> list[int]:
+    """The tasks of one job: a list of addresses, or addresses by index where some are missing."""
+    if isinstance(tasks, Mapping):
+        if not all(_is_index(index) for index in tasks):
+            raise ClusterConfigError("cluster", f"expected whole numbers, received {list(tasks)}")
+        return sorted(int(index) for index in tasks)
+    return list(range(len(tasks) or 1))
+
+
+def _is_index(value: Any) -> bool:
+    if isinstance(value, str):
+        return value.isdigit()
+    return isinstance(value, int) and not isinstance(value, bool)

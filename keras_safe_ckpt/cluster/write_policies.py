@@ -87,16 +87,29 @@ def find_policy(choice: str | WritePolicy) -> WritePolicy:
     return choice
 
 
+def place(policy: WritePolicy, template: PathTemplate, role: Role) -> PathTemplate:
+    """Where ``policy`` lets ``role`` write; a policy of the user's may return a plain path."""
+    chosen = policy.place(template, role)
+    if isinstance(chosen, (str, os.PathLike)):
+        chosen = PathTemplate(chosen)
+    if not isinstance(chosen, PathTemplate):
+        raise ValueError(
+            f"Expected place() of the write policy to return a path. Received: {chosen!r} from "
+            f"{policy!r}"
+        )
+    return chosen
+
+
 def ensure_places_differ(policy: WritePolicy, template: PathTemplate, role: Role) -> None:
     """Raise if another worker that writes would use the same path as this one."""
     if not policy.writes(role):
         return
-    mine = policy.place(template, role).text
+    mine = place(policy, template, role).text
     for number in range(role.world):
         other = Role(number, role.world, number == 0, role.synchronous, f"worker {number}")
         if number == role.number or not policy.writes(other):
             continue
-        if policy.place(template, other).text == mine:
+        if place(policy, template, other).text == mine:
             raise ValueError(
                 f"Workers {role.number} and {number} would both write to {mine!r} and delete each "
                 "other's checkpoints. Put {worker} into the path, or use write_policy='per_worker'."

@@ -173,6 +173,7 @@ def write_atomically(target: str | os.PathLike[str], data: bytes) -> None:
 def scratch_directory(parent: Path | None) -> Iterator[Path]:
     """A temporary directory that is swept like a temporary file if its owner dies."""
     path = Path(parent or tempfile.gettempdir()) / new_temp_name("scratch")
+    make_directory(path.parent)
     path.mkdir(mode=0o700)
     try:
         yield path

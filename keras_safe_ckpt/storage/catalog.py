@@ -123,7 +123,7 @@ class Catalog:
                     and not entry.name.startswith(".")
                     and entry.is_file(follow_symlinks=False)
                 ]
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
 
 

@@ -34,12 +34,19 @@ def checkpoints_of(templates: Sequence[PathTemplate], on_skip: OnSkip) -> list[C
             continue  # Pruned since it was listed.
         except NOT_USABLE as error:
             on_skip(path, str(error))
-    checkpoints = sorted(
+    return sorted(
         found.values(), key=lambda c: (c.manifest.sequence, c.manifest.wall_time, c.path.name)
     )
-    # "{loss}.keras" fits the name "best.keras" too: what says that it is ours comes first.
+
+
+def of_series(checkpoints: Sequence[Checkpoint], *templates: PathTemplate) -> list[Checkpoint]:
+    """Those that were saved under one of the templates, not only named alike.
+
+    "{loss}.keras" fits "best.keras" too; a path without placeholders is what it is.
+    """
     names = {template.name for template in templates}
-    return [c for c in checkpoints if c.manifest.series in names] or checkpoints
+    fixed = not any(template.fields for template in templates)
+    return [c for c in checkpoints if fixed or c.manifest.series in names]
 
 
 def newest_first(checkpoints: Sequence[Checkpoint]) -> Sequence[Checkpoint]:
@@ -88,6 +95,7 @@ def load_in_order(
         _log.warning("Passed over %s: %s", path, reason)
 
     present = checkpoints_of(templates, report)
+    present = of_series(present, *templates) or present
     began = time.perf_counter()
     candidates = order(present) if present else []
     loaded = load_first_whole(candidates, model, custom_objects, report)

@@ -55,7 +55,8 @@ class Manifest:
     ``epoch`` counts the finished epochs, ``batch`` the finished batches of the next one.
     ``sequence`` orders the checkpoints of a directory: the time in milliseconds, or one more than
     the highest that its writer could see if that is more. Neither a clock that was set back nor a
-    run that starts over at step 0 disturbs it. ``series`` names what is pruned together.
+    run that starts over at step 0 disturbs it. ``series`` names what is pruned together, ``name``
+    is that of the file: a copy under another name is the user's own.
 
     The HDF5 file has ``size`` bytes: the ``arrays``, and everything else, whose digest is
     ``structure``. All of it can be checked without HDF5, which one damaged byte can send into an
@@ -71,6 +72,7 @@ class Manifest:
     extra: Mapping[str, Any] = field(default_factory=dict)
     sequence: int = 0
     series: str = ""
+    name: str = ""
     optimizer: str | None = None
     host: str = ""
     pid: int = 0
@@ -179,6 +181,7 @@ def _checked(body: dict[str, Any]) -> Manifest:
         "worker": (str, type(None)),
         "optimizer": (str, type(None)),
         "series": (str,),
+        "name": (str,),
         "size": (int,),
         "host": (str,),
         "structure": (str,),

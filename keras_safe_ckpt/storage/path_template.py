@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import string
@@ -14,7 +15,11 @@ from keras_safe_ckpt.storage.paths import absolute
 #: The placeholder for the number of the worker that writes.
 WORKER = "worker"
 _COUNTS = ("epoch", "batch", WORKER)
-_SEPARATOR = re.compile(r"[/\\]" if os.name == "nt" else "/")
+#: Not inside braces: a metric may be called "head/loss".
+_SEPARATOR = re.compile((r"[/\\]" if os.name == "nt" else "/") + r"(?![^{}]*\})")
+_PLAIN_COUNT = re.compile(r"0?\d*d?")
+
+_log = logging.getLogger(__name__)
 
 
 class PathTemplate:
@@ -38,7 +43,7 @@ class PathTemplate:
             ) from None
         names = [name for _, name, _, _ in self._pieces if name is not None]
         #: What it asks for, without ``.attribute`` and ``[index]``.
-        self.fields = frozenset(re.split(r"[.\[]", name)[0] for name in names)
+        self.fields = frozenset(_base(name) for name in names)
         if any(not name or name.isdigit() for name in self.fields):
             raise ValueError(
                 "Expected placeholders with names, like {epoch} or {val_loss:.2f}. "
@@ -48,12 +53,12 @@ class PathTemplate:
     @property
     def name(self) -> str:
         """What follows the last separator, placeholders and all."""
-        return _SEPARATOR.split(self.text)[-1]
+        return self._split()[1]
 
     @property
     def parent(self) -> PathTemplate:
         """The template of the directory."""
-        return PathTemplate(os.path.dirname(self.text))
+        return PathTemplate(self._split()[0])
 
     def fill(self, values: Mapping[str, Any]) -> str:
         """The path for these values; KeyError for a name that is missing."""
@@ -65,7 +70,28 @@ class PathTemplate:
 
     def in_folder(self, folder: str) -> PathTemplate:
         """The same name in a folder beside it."""
-        return PathTemplate(os.path.join(os.path.dirname(self.text), folder, self.name))
+        return PathTemplate(os.path.join(self._split()[0], folder, self.name))
+
+    def below(self, directory: str) -> PathTemplate:
+        """The template with a relative path counted from ``directory``."""
+        escaped = directory.replace("{", "{{").replace("}", "}}")
+        return PathTemplate(os.path.join(escaped, self.text))
+
+    def refuse_unfit_counts(self) -> None:
+        """Raise if epoch, batch or worker cannot be written as the placeholder says."""
+        for name in _COUNTS:
+            try:
+                self.count_text(name, 1)
+            except (ValueError, TypeError, LookupError, AttributeError) as error:
+                raise ValueError(
+                    f"Expected placeholders of whole numbers like {{{name}:03d}}. "
+                    f"Received: filepath={self.text!r} ({error})"
+                ) from None
+
+    def count_text(self, name: str, count: int) -> str:
+        """What the placeholders of one count alone become."""
+        pieces = [_placeholder(*piece[1:]) for piece in self._pieces if _base(piece[1]) == name]
+        return "".join(pieces).format(**{name: count})
 
     def existing(self) -> list[Path]:
         """The files that are there and that it could have named."""
@@ -74,17 +100,21 @@ class PathTemplate:
         for component in rest:
             pattern = re.compile("".join(_expression(*piece) for piece in component._pieces))
             found = [
-                Path(entry.path)
+                directory / name
                 for directory in found
-                if directory.is_dir()
-                for entry in sorted(os.scandir(directory), key=lambda entry: entry.name)
-                if pattern.fullmatch(entry.name)
+                for name in _names_in(directory)
+                if pattern.fullmatch(name)
             ]
         return [path for path in found if path.is_file()]
 
     def deepest_fixed_directory(self) -> str:
         """Of the directory, what comes before the first placeholder."""
         return self._components()[0]
+
+    def _split(self) -> tuple[str, str]:
+        name = _SEPARATOR.split(self.text)[-1]
+        directory = self.text[: len(self.text) - len(name)]
+        return directory.rstrip("/" + os.sep) or directory, name
 
     def _components(self) -> tuple[str, list[PathTemplate]]:
         """The fixed directory that it starts with, and one template for each level below."""
@@ -96,14 +126,32 @@ class PathTemplate:
         return start, [PathTemplate(text) for text in [*folders, name]]
 
 
+def _names_in(directory: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(directory))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        _log.warning("Passed over %s: %s", directory, error)
+        return []
+
+
+def _base(name: str | None) -> str:
+    return re.split(r"[.\[]", name or "")[0]
+
+
+def _placeholder(name: str | None, spec: str | None, conversion: str | None) -> str:
+    inside = f"{name}" + (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
+    return f"{{{inside}}}"
+
+
 def _for_worker(
     literal: str, name: str | None, spec: str | None, conversion: str | None, number: int
 ) -> str:
     text = literal.replace("{", "{{").replace("}", "}}")
     if name is None:
         return text
-    placeholder = name + (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
-    placeholder = f"{{{placeholder}}}"
+    placeholder = _placeholder(name, spec, conversion)
     return text + (placeholder.format(worker=number) if name == WORKER else placeholder)
 
 
@@ -113,5 +161,5 @@ def _expression(literal: str, name: str | None, spec: str | None, conversion: st
     if name is None:
         return text
     # A count is made of digits: "{epoch}.keras" has not named "best.keras".
-    counted = name in _COUNTS and (not spec or spec.endswith("d"))
+    counted = name in _COUNTS and _PLAIN_COUNT.fullmatch(spec or "") and not conversion
     return text + (r"\s*\d+" if counted else ".+")

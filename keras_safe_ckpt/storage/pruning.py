@@ -26,7 +26,7 @@ class Pruner:
     def prune_each_series(self, policy: Retention, lock: HeldLock) -> list[Path]:
         """Apply ``policy`` to every series by itself; return what was deleted."""
         series: dict[tuple[str, str | None], list[Checkpoint]] = {}
-        for checkpoint in self._catalog.checkpoints():
+        for checkpoint in self._ours():
             series.setdefault(_series_of(checkpoint), []).append(checkpoint)
         deleted = []
         for present in series.values():
@@ -37,7 +37,7 @@ class Pruner:
         """Apply ``policy`` to the series of ``published``, which stays in any case."""
         series = [
             checkpoint
-            for checkpoint in self._catalog.checkpoints()
+            for checkpoint in self._ours()
             if _series_of(checkpoint) == _series_of(published)
         ]
         try:
@@ -46,6 +46,10 @@ class Pruner:
             # The save itself succeeded, and the next one will try again.
             _log.warning("Could not prune: %s", error)
             self._events.record("error", error=str(error), kind=type(error).__name__)
+
+    def _ours(self) -> list[Checkpoint]:
+        """Those that still have the name under which they were published."""
+        return [c for c in self._catalog.checkpoints() if c.manifest.name == c.path.name]
 
     def _delete(
         self, present: Sequence[Checkpoint], staying: Sequence[Checkpoint], lock: HeldLock

@@ -104,6 +104,11 @@ def _load_into(model: Any, checkpoint: OpenCheckpoint, path: Path) -> None:
     manifest = checkpoint.manifest
     if isinstance(format_of(path), LegacyH5):
         _load_publicly(model, path, capture(model, scratch=path.parent))
+        _log.warning(
+            "%s: from a .h5 file only the weights go into a model, not the state of the "
+            "optimizer. Load it without a model to have both.",
+            path,
+        )
         return
     with_optimizer = any(name.startswith(_OPTIMIZER) for name in manifest.arrays)
     optimizer = getattr(model, "optimizer", None)

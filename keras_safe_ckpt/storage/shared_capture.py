@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from keras_safe_ckpt.storage.formats.format import StorageFormat
+from keras_safe_ckpt.storage.keras_internals import walker
 from keras_safe_ckpt.storage.snapshot import Snapshot
 
-#: By the id of the model: the model and the newest snapshot of it. Both weakly, so that a
-#: snapshot lives no longer than its save.
-_newest: dict[int, tuple[weakref.ref[Any], weakref.ref[Snapshot]]] = {}
+
+@dataclass(frozen=True)
+class _Taken:
+    """A snapshot and the variables that the model had; weakly, to live no longer than its save."""
+
+    model: weakref.ref[Any]
+    snapshot: weakref.ref[Snapshot]
+    variables: tuple[int, ...]
+
+
+_newest: dict[int, _Taken] = {}
 
 
 def shared_capture(format: StorageFormat, model: Any, scratch: Path | None) -> Snapshot:
@@ -22,27 +32,44 @@ def shared_capture(format: StorageFormat, model: Any, scratch: Path | None) -> S
     Not for workers that must capture together: whether there is something to share depends on
     how far the saves of each one are.
     """
-    known = _known_snapshot(model)
-    if known is not None and _serves(known, format) and is_current(known):
-        return known
+    taken = _newest.get(id(model))
+    if taken is not None and taken.model() is model:
+        known = taken.snapshot()
+        if known is not None and _serves(known, format, model, taken.variables):
+            return known
     snapshot = format.capture(model, scratch)
-    for key in [key for key, (owner, _) in _newest.items() if owner() is None]:
+    for key in [key for key, taken in _newest.items() if taken.model() is None]:
         del _newest[key]
-    _newest[id(model)] = (weakref.ref(model), weakref.ref(snapshot))
+    _newest[id(model)] = _Taken(weakref.ref(model), weakref.ref(snapshot), _variables(model))
     return snapshot
 
 
-def _serves(snapshot: Snapshot, format: StorageFormat) -> bool:
-    """A whole model holds the weights as well; the reverse is not so."""
-    return bool(snapshot.groups) and (snapshot.config is not None or not format.whole_model)
+def _serves(snapshot: Snapshot, format: StorageFormat, model: Any, had: tuple[int, ...]) -> bool:
+    """Whether a capture now would give the same.
+
+    Between two callbacks at the same moment a third may have changed anything: swapped the
+    weights, set a rate, added a layer, compiled the model anew.
+    """
+    if not snapshot.groups or snapshot.assets or _variables(model) != had:
+        return False
+    if not is_current(snapshot):
+        return False
+    if not format.whole_model:
+        return True
+    fast, _ = walker()
+    return fast is not None and snapshot.config == fast.serialize(model)[0]
+
+
+def _variables(model: Any) -> tuple[int, ...]:
+    optimizer = getattr(model, "optimizer", None)
+    return tuple(map(id, [*model.variables, *getattr(optimizer, "variables", ()), optimizer]))
 
 
 def is_current(snapshot: Snapshot) -> bool:
-    """Whether no variable has changed since.
+    """Whether no variable of it has changed since.
 
     While the snapshot holds the memory of a variable, whoever changes the variable must write
-    elsewhere. The same address is therefore the same value; another callback may have swapped
-    weights in between.
+    elsewhere. The same address is therefore the same value.
     """
     if len(snapshot.sources) != len(snapshot.arrays):
         return False  # Something that is not a variable: it would have to be compared.
@@ -52,13 +79,6 @@ def is_current(snapshot: Snapshot) -> bool:
         if "CPU" not in now.backing_device or _address(then) != _address(now):
             return False
     return True
-
-
-def _known_snapshot(model: Any) -> Snapshot | None:
-    owner, snapshot = _newest.get(id(model), (None, None))
-    if owner is None or snapshot is None or owner() is not model:
-        return None
-    return snapshot()
 
 
 def _address(tensor: Any) -> int:

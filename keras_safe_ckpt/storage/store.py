@@ -28,7 +28,12 @@ from keras_safe_ckpt.storage.formats.format import EXTRA_GROUP, StorageFormat, r
 from keras_safe_ckpt.storage.lock_backend import Locks
 from keras_safe_ckpt.storage.locks import LockManager
 from keras_safe_ckpt.storage.manifest import Manifest, describe_writer
-from keras_safe_ckpt.storage.paths import absolute, make_directory, refuse_unsafe_name
+from keras_safe_ckpt.storage.paths import (
+    absolute,
+    make_directory,
+    refuse_unsafe_name,
+    refuse_unsafe_target,
+)
 from keras_safe_ckpt.storage.pruning import Pruner
 from keras_safe_ckpt.storage.restore import load_file, load_first_whole
 from keras_safe_ckpt.storage.retention import Checkpoint, Retention, Veto, unless_newer
@@ -136,6 +141,7 @@ class CheckpointStore:
             # As it will be read back, and as it is now: the caller may go on changing it.
             extra=json.loads(json.dumps(dict(extra or {}))),
             series=series,
+            name=name,
             optimizer=snapshot.optimizer,
             **describe_writer(self.worker),
         )
@@ -237,7 +243,7 @@ class CheckpointStore:
                 read_back(self.format, staged, manifest)
                 # Locked only now, for milliseconds: the bytes are on the disk already.
                 with self.locks.exclusive(self.directory / LOCK_NAME) as lock:
-                    reason = veto(self._incumbent(target), manifest)
+                    reason = self._reason_to_keep(target, veto, manifest)
                     if reason is not None:
                         self.events.record("skip", reason=reason, **facts)
                         return None
@@ -273,6 +279,19 @@ class CheckpointStore:
         # that can be seen, should the clock have been set back.
         seen = max((c.manifest.sequence for c in self.checkpoints()), default=0)
         return max(seen + 1, int(time.time() * 1000))
+
+    def check_target(self, name: str) -> None:
+        """Raise if a save under this name could not replace what is there."""
+        refuse_unsafe_name(name, self.directory)
+        refuse_unsafe_target(self.directory / name)
+        self._incumbent(self.directory / name)
+
+    def _reason_to_keep(self, target: Path, veto: Veto, new: Manifest) -> str | None:
+        reason = veto(self._incumbent(target), new)
+        if reason is None or self._catalog.is_whole(target, self.events.report_skip):
+            return reason
+        # However good its manifest says that it is: damaged, it is worth nothing.
+        return veto(None, new)
 
     def _incumbent(self, target: Path) -> Manifest | None:
         try:

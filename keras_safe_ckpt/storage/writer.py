@@ -53,12 +53,16 @@ class BackgroundWriter:
         """Begin ``save``; wait for the one before, and raise what it raised."""
         with self._turn:
             self._finish()
-            self._idle.clear()
-            thread = threading.Thread(target=self._run, args=(save,), name="keras_safe_ckpt-save")
+            begun = threading.Lock()
+            arguments = (save, begun)
+            thread = threading.Thread(target=self._run, args=arguments, name="keras_safe_ckpt-save")
             try:
+                self._idle.clear()
                 thread.start()
             except BaseException:
-                if thread.ident is None:  # Never begun: there is nothing to wait for.
+                # No thread to be had, or Ctrl-C while it was started: whoever takes this lock
+                # decides whether the save begins, so that nobody waits for one that never does.
+                if begun.acquire(blocking=False):
                     self._idle.set()
                 raise
 
@@ -93,7 +97,9 @@ class BackgroundWriter:
         self._idle.wait()
         self.raise_error()
 
-    def _run(self, save: Callable[[], object]) -> None:
+    def _run(self, save: Callable[[], object], begun: threading.Lock) -> None:
+        if not begun.acquire(blocking=False):
+            return
         try:
             save()
         except BaseException as error:  # noqa: BLE001  # not swallowed: raised by the next call

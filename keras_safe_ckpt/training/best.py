@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
-from keras_safe_ckpt.storage.lookup import checkpoints_of
+from keras_safe_ckpt.storage.catalog import NOT_USABLE
+from keras_safe_ckpt.storage.formats import format_of
+from keras_safe_ckpt.storage.lookup import checkpoints_of, of_series
 from keras_safe_ckpt.storage.manifest import Manifest
 from keras_safe_ckpt.storage.path_template import PathTemplate
-from keras_safe_ckpt.storage.retention import Checkpoint, Veto, unless_newer
+from keras_safe_ckpt.storage.retention import Checkpoint, KeepBest, Veto, unless_newer
+
+_log = logging.getLogger(__name__)
 
 
 class Best:
@@ -72,55 +78,105 @@ class Best:
             f"{consequence}. Use another filepath to keep both."
         )
 
-    def veto(self, candidate: float | None) -> Veto:
-        """The rule under the lock: what is in place stays unless ``candidate`` is better.
+    def veto(self, candidate: float | None) -> UnlessBetter:
+        """The rule under the lock for a model with this value, or without one (None)."""
+        return UnlessBetter(self, candidate)
 
-        A model without a value (None) never replaces one that has one.
-        """
 
-        def decide(incumbent: Manifest | None, new: Manifest) -> str | None:
-            theirs = None if incumbent is None else self.value_in(incumbent)
-            self.learn(theirs)
-            if theirs is None:
-                return unless_newer(incumbent, new) if candidate is None else None
-            if candidate is None:
-                return f"the one in place has {self.monitor}={theirs:.5f}, this one has none"
-            if self.is_better(candidate, theirs):
-                return None
-            return (
-                f"the one in place is as good or better: {self.monitor}={theirs:.5f}, "
-                f"this one has {candidate:.5f}"
-            )
+class UnlessBetter:
+    """What is in place stays unless the candidate is better; a `Veto`.
 
-        return decide
+    A model without a value never replaces one that has one. ``kept`` is the value of the one in
+    place, if the last call decided that it stays.
+    """
+
+    def __init__(self, best: Best, candidate: float | None) -> None:
+        self._best = best
+        self._candidate = candidate
+        self.kept: float | None = None
+
+    def __call__(self, incumbent: Manifest | None, new: Manifest) -> str | None:
+        self.kept = None
+        theirs = None if incumbent is None else self._best.value_in(incumbent)
+        if theirs is None:
+            return unless_newer(incumbent, new) if self._candidate is None else None
+        if self._candidate is not None and self._best.is_better(self._candidate, theirs):
+            return None
+        self.kept = theirs
+        has = "has none" if self._candidate is None else f"has {self._candidate:.5f}"
+        return (
+            f"the one in place is as good or better: {self._best.monitor}={theirs:.5f}, "
+            f"this one {has}"
+        )
 
 
 def learn_from_disk(best: Best, template: PathTemplate) -> tuple[Checkpoint | None, list[str]]:
-    """Go on from the best of the files that a template named before.
+    """Go on from the best of the files that a template named before, if it is whole.
 
     Returns that file, if it is better than what was known, and what the user should be told.
     """
     doubts = []
 
     def unknown(path: Path, reason: str) -> None:
-        doubts.append(
-            f"{path} is there, and its {best.monitor} is not known: {reason} The first model that "
-            "is saved under this name replaces it. Pass initial_value_threshold to save only "
-            "what is better than that."
-        )
+        if not template.fields:
+            doubts.append(
+                f"{path} is there, and its {best.monitor} is not known: {reason} The first model "
+                "that is saved replaces it. Pass initial_value_threshold to save only what is "
+                "better than that."
+            )
 
-    present = [
-        checkpoint
-        for checkpoint in checkpoints_of([template], unknown)
-        if checkpoint.manifest.series == template.name
-    ]
-    found = None
-    for checkpoint in present:
+    present = of_series(checkpoints_of([template], unknown), template)
+    doubts += other_standards(best, present)
+    for checkpoint in KeepBest(max(1, len(present)), best.monitor, best.mode or "").keep(present):
         value = best.value_in(checkpoint.manifest)
-        if value is not None and best.beaten_by(value):
+        if value is None or not best.beaten_by(value):
+            break
+        try:
+            # One look at every byte now, so that a damaged file does not keep whole ones away.
+            with format_of(checkpoint.path).open(checkpoint.path) as opened:
+                opened.verify()
+        except NOT_USABLE as error:
+            doubts.append(f"{checkpoint.path} does not count as the best model: {error}")
+        else:
             best.learn(value)
-            found = checkpoint
-    if present:
-        other = best.other_standard(present[-1].manifest, present[-1].path)
-        doubts += [other] if other else []
-    return found, doubts
+            return checkpoint, doubts
+    return None, doubts
+
+
+def other_standards(best: Best, present: Sequence[Checkpoint]) -> list[str]:
+    """What to tell the user if the newest of the files was judged otherwise than now."""
+    texts = [best.other_standard(c.manifest, c.path) for c in present[-1:]]
+    return [text for text in texts if text is not None]
+
+
+def spare_the_best(best: Best, template: PathTemplate, began: float) -> Veto:
+    """For files that are kept: a new run does not overwrite the best one of a run before.
+
+    Within a run (since ``began``) a file of the same name is replaced, as Keras does.
+    """
+
+    def decide(incumbent: Manifest | None, new: Manifest) -> str | None:
+        reason = unless_newer(incumbent, new)
+        if reason is not None or incumbent is None or incumbent.wall_time >= began:
+            return reason
+        theirs, ours = best.value_in(incumbent), best.value_in(new)
+        if best.mode is None or theirs is None:
+            return None
+        series = of_series(checkpoints_of([template], _ignore), template)
+        values = [ours, *[best.value_in(checkpoint.manifest) for checkpoint in series]]
+        if any(value is not None and best.is_better(value, theirs) for value in values):
+            return None
+        reason = f"it is the best of the runs before ({best.monitor}={theirs:.5f})"
+        _log.warning(
+            "Not overwritten by a model that is no better: %s; %s. Continue with initial_epoch, "
+            "or use another filepath.",
+            incumbent.name,
+            reason,
+        )
+        return reason
+
+    return decide
+
+
+def _ignore(path: Path, reason: str) -> None:
+    """A file that cannot be read is not the best one."""

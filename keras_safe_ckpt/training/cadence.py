@@ -66,9 +66,9 @@ class EverySeconds:
     """At the first boundary after ``seconds`` have passed since the last save."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        if not seconds > 0:
+        if not isinstance(seconds, (int, float)) or not seconds > 0:
             raise ValueError(
-                "Expected save_every_seconds to be more than 0. "
+                "Expected save_every_seconds to be a number of more than 0. "
                 f"Received: save_every_seconds={seconds!r}"
             )
         self._seconds = seconds

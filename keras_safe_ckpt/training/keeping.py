@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from keras_safe_ckpt.storage.path_template import WORKER, PathTemplate
 from keras_safe_ckpt.storage.retention import (
+    Checkpoint,
     KeepAny,
     KeepBest,
     KeepEvery,
     KeepNewest,
     Retention,
 )
+
+_SOME_EPOCHS = (1, 2, 9, 10, 11, 99, 100, 101, 110)
+
+
+@dataclass(frozen=True)
+class _KeepBestOnceJudged:
+    """The best ones; all as long as none has a value, for nobody knows which one is the best."""
+
+    best: KeepBest
+
+    def keep(self, checkpoints: Sequence[Checkpoint]) -> Sequence[Checkpoint]:
+        return self.best.keep(checkpoints) or checkpoints
 
 
 @dataclass(frozen=True)
@@ -47,9 +61,10 @@ class Keeping:
 
     def ensure_fits(self, template: PathTemplate) -> None:
         """Raise if the files that are to be kept would overwrite each other."""
-        if not self.deletes or self == Keeping(max_to_keep=1):
+        if not self.deletes:
             return
-        if "epoch" not in template.fields:
+        names = {template.count_text("epoch", epoch) for epoch in _SOME_EPOCHS}
+        if len(names) < len(_SOME_EPOCHS) and (template.fields or self != Keeping(max_to_keep=1)):
             raise ValueError(
                 "To keep several checkpoints each needs a name of its own: expected {epoch} in "
                 f"the path, with {self}. Received: filepath={template.text!r}"
@@ -71,7 +86,8 @@ class Keeping:
         if self.max_to_keep is not None:
             policies.append(KeepNewest(self.max_to_keep))
         if mode is not None:
-            policies.append(KeepBest(self.keep_best or 1, monitor, mode))
+            best = KeepBest(self.keep_best or 1, monitor, mode)
+            policies.append(best if policies or self.keep_every else _KeepBestOnceJudged(best))
         if isinstance(self.keep_every, datetime.timedelta):
             policies.append(KeepEvery(hours=self.keep_every.total_seconds() / 3600))
         elif self.keep_every is not None:

@@ -16,7 +16,7 @@ from keras_safe_ckpt.storage.atomic import StagedFile
 from keras_safe_ckpt.storage.formats import FORMATS
 from keras_safe_ckpt.storage.lock_backend import Locks
 from keras_safe_ckpt.storage.path_template import PathTemplate
-from keras_safe_ckpt.storage.paths import absolute, refuse_unsafe_target
+from keras_safe_ckpt.storage.paths import absolute
 from keras_safe_ckpt.storage.retention import Checkpoint, Retention, Veto, unless_newer
 from keras_safe_ckpt.storage.room import ensure_room
 from keras_safe_ckpt.storage.shared_capture import shared_capture
@@ -54,15 +54,17 @@ class Saver:
     `finish`.
     """
 
-    def __init__(
-        self, *, format: str, background: bool, on_error: str, locks: Locks | None
-    ) -> None:
+    def __init__(self, *, background: bool, on_error: str, locks: Locks | None) -> None:
         if on_error not in ("raise", "warn"):
             raise ValueError(
                 f"Expected on_error to be 'raise' or 'warn'. Received: on_error={on_error!r}"
             )
-        self._settings = (format, background, on_error, locks)
-        self._format = format
+        if locks is not None and not callable(getattr(locks, "exclusive", None)):
+            raise ValueError(
+                f"Expected locks to be a LockManager or RedisLocks. Received: locks={locks!r}"
+            )
+        self._settings = (background, on_error, locks)
+        self._format = "keras"
         self._background = background
         self._tolerant = on_error == "warn"
         self._locks = locks
@@ -71,10 +73,14 @@ class Saver:
         self._writer = BackgroundWriter()
         self._failures: list[str] = []
         self._unsaid: deque[str] = deque()
+        self._last_size = 0
 
-    def open(self, template: PathTemplate, worker: str | None) -> None:
+    def open(self, template: PathTemplate, format: str, worker: str | None) -> None:
         """Find out now what a save would find out after hours: rights, locks, room."""
+        self._format = format
         self._worker = worker
+        self._store = None
+        self._last_size = 0
         self._failures.clear()
         if template.parent.fields:
             start = absolute(os.path.join(template.deepest_fixed_directory(), "."))
@@ -82,11 +88,12 @@ class Saver:
             return
         store = self._store_in(Path(template.parent.fill({}) or "."))
         if not template.fields:
-            refuse_unsafe_target(store.directory / template.name.format())
+            store.check_target(template.name.format())
         previous = [c.path for c in store.checkpoints() if c.manifest.series == template.name]
         if previous:
+            self._last_size = os.path.getsize(previous[-1])
             with self._tolerated():
-                ensure_room(previous[-1], os.path.getsize(previous[-1]))
+                ensure_room(previous[-1], self._last_size)
 
     def capture(self, model: Any) -> Snapshot:
         """Capture together with all other workers, whoever of them writes."""
@@ -99,29 +106,32 @@ class Saver:
             self._writer.wait()
             path = absolute(request.path)
             store = self._store_in(path.parent)
-            snapshot = (
-                source
-                if isinstance(source, Snapshot)
-                else shared_capture(FORMATS[self._format], source, self._scratch)
-            )
+            try:
+                ensure_room(path, self._last_size, request.step)
+                snapshot = self._snapshot_of(source)
+            except Exception as error:
+                facts = {"file": path.name, "step": request.step, "epoch": request.epoch}
+                store.events.record("error", error=str(error), kind=type(error).__name__, **facts)
+                raise
 
             def job() -> None:
                 with self._tolerated():
-                    done(
-                        store.publish(
-                            snapshot,
-                            step=request.step,
-                            epoch=request.epoch,
-                            batch=request.batch,
-                            metrics=request.metrics,
-                            monitor=request.monitor,
-                            mode=request.mode,
-                            name=path.name,
-                            series=request.series,
-                            veto=request.veto,
-                            retention=request.retention,
-                        )
+                    checkpoint = store.publish(
+                        snapshot,
+                        step=request.step,
+                        epoch=request.epoch,
+                        batch=request.batch,
+                        metrics=request.metrics,
+                        monitor=request.monitor,
+                        mode=request.mode,
+                        name=path.name,
+                        series=request.series,
+                        veto=request.veto,
+                        retention=request.retention,
                     )
+                    if checkpoint is not None:
+                        self._last_size = os.path.getsize(path)
+                    done(checkpoint)
 
             if self._background:
                 self._writer.submit(job)
@@ -151,9 +161,9 @@ class Saver:
         self._unsaid.clear()
         if self._failures:
             shown = "\n  ".join(self._failures)
-            warnings.warn(
-                f"{len(self._failures)} saves failed during training:\n  {shown}", stacklevel=2
-            )
+            count = len(self._failures)
+            saves = "1 save" if count == 1 else f"{count} saves"
+            warnings.warn(f"{saves} failed during training:\n  {shown}", stacklevel=2)
 
     def forget_interrupted(self) -> None:
         """Before a new run: let what an interrupted one left finish, and say what it met."""
@@ -161,6 +171,11 @@ class Saver:
             self._writer.wait()
         except Exception as error:  # noqa: BLE001  # of another run: said, not raised again
             warnings.warn(f"A save of the run before failed: {error}", stacklevel=2)
+
+    def _snapshot_of(self, source: Any) -> Snapshot:
+        if isinstance(source, Snapshot):
+            return source
+        return shared_capture(FORMATS[self._format], source, self._scratch)
 
     @property
     def _scratch(self) -> Path | None:
@@ -191,5 +206,5 @@ class Saver:
 
     def __setstate__(self, settings: tuple[Any, ...]) -> None:
         # A copy (as tuners make of callbacks) has nothing pending and nothing open.
-        format, background, on_error, locks = settings
-        self.__init__(format=format, background=background, on_error=on_error, locks=locks)  # type: ignore[misc]
+        background, on_error, locks = settings
+        self.__init__(background=background, on_error=on_error, locks=locks)  # type: ignore[misc]
