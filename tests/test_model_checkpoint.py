@@ -37,7 +37,7 @@ from keras_safe_ckpt import (
 from keras_safe_ckpt.storage import manifest as manifest_module
 from keras_safe_ckpt.storage.formats import FORMATS, keras_zip, weights_h5
 from keras_safe_ckpt.storage.shared_capture import is_current, shared_capture
-from keras_safe_ckpt.storage.snapshot import capture
+from keras_safe_ckpt.storage.snapshot import Snapshot, capture
 from keras_safe_ckpt.storage.store import LOCK_NAME
 
 X = np.ones((6, 1), "float32")
@@ -960,6 +960,8 @@ def test_many_fits_leave_nothing_behind():
     for _ in range(10):
         model.fit(X, Y, verbose=0, callbacks=[callback])
     assert descriptors() <= before
+    gc.collect()
+    assert [one for one in gc.get_objects() if isinstance(one, Snapshot)] == []
     assert saver_threads() == []
     assert [name for name in os.listdir(".") if name.endswith(".kscktmp")] == []
 

@@ -8,7 +8,7 @@ import socket
 
 from driven import weight
 from keras_setup import keras
-from processes import run_ok, start
+from processes import run, run_ok, start
 
 from keras_safe_ckpt import CheckpointStore, SafeModelCheckpoint
 
@@ -88,6 +88,7 @@ def test_eight_processes_race_for_one_best_file(tmp_path):
     best = tmp_path / "best.keras"
     assert store.verify(best).metrics["score"] == true_best
     assert weight(best) == true_best
+    assert any(event["event"] == "skip" for event in store.events.read()), "nobody came too late"
     published = [
         event["metrics"]["score"] for event in store.events.read() if event["event"] == "save"
     ]
@@ -139,6 +140,51 @@ def test_killed_at_random_moments_there_is_always_a_whole_model(tmp_path):
     assert weights[-1] == epoch
     left = [path.name for path in tmp_path.iterdir() if path.name.endswith(".kscktmp")]
     assert len(left) <= 1  # Of the last one; each next save swept what was there.
+
+
+CTRL_C = """
+folder, times, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+rng = random.Random(seed)
+
+def train(path, ready):
+    callbacks = [Score(lambda epoch: epoch + 1.0), SafeModelCheckpoint(path)]
+    model = model_with(0.0)
+    seen = [0.0]
+    class Begun(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            seen[0] = float(epoch)  # So many epochs have been captured.
+            if epoch == 2:
+                os.write(ready, b"x")
+    callbacks.append(Begun())
+    try:
+        model.fit(X, Y, epochs=10**9, verbose=0, callbacks=callbacks)
+    except KeyboardInterrupt:
+        pass
+    newest = SafeModelCheckpoint.load_latest(path)
+    # What was captured is there; the epoch that was interrupted may be.
+    assert newest.get_weights()[0][0, 0] in (seen[0], seen[0] + 1), (newest.get_weights(), seen)
+    model.fit(X, Y, initial_epoch=5, epochs=7, verbose=0, callbacks=callbacks[:2])
+    assert SafeModelCheckpoint.load_latest(path).get_weights()[0][0, 0] == 7.0
+    import threading
+    assert not [t for t in threading.enumerate() if t.name.startswith("keras_safe_ckpt")]
+
+codes = []
+for number in range(times):
+    reading, writing = os.pipe()
+    pid = fork(train, f"{folder}/{number}.keras", writing)
+    os.read(reading, 1)
+    time.sleep(rng.random() * 0.05)  # Anywhere in an epoch, or in its save.
+    os.kill(pid, signal.SIGINT)
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    os.close(reading), os.close(writing)
+print(codes)
+"""
+
+
+def test_ctrl_c_at_random_moments_loses_nothing_that_was_captured(tmp_path):
+    times = 10
+    done = run(FORKED + CTRL_C, tmp_path, times, 1, timeout=200)
+    assert done.stdout.strip() == str([0] * times), done.stderr
 
 
 CLUSTER = """
