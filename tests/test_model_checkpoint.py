@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import datetime
 import gc
+import inspect
 import json
 import logging
 import math
@@ -108,6 +109,9 @@ def outcome(kind, path, options, capsys, **more):
         callback = kind(f"{folder}/{path}", verbose=1, **options, **more)
         drive(callback, losses(0.5, 0.3, 0.4, 0.1, 0.1), batches=3)
     printed = capsys.readouterr().out.replace(folder, "FOLDER")
+    if "finished saving" not in inspect.getsource(keras.callbacks.ModelCheckpoint):
+        # Keras says this since 3.13; we do with any.
+        printed = re.sub(r"\nEpoch \d+: finished saving .*\n", "", printed)
     found = {}
     for directory, _, names in os.walk(folder):
         for name in files(directory) if names else []:
@@ -1189,7 +1193,7 @@ def test_legacy_files_are_published_the_same_way():
     assert SafeModelCheckpoint.load_best("m.h5", model) is model
     assert weight(model) == 2.0
     # Saving as .h5 makes Keras forget the optimizer of the model; the other file has it.
-    assert keras.models.load_model("m.keras").optimizer.name.startswith("sgd")
+    assert keras.models.load_model("m.keras").optimizer.name.lower().startswith("sgd")
     flip_a_bit("m.h5")
     with pytest.raises(CorruptCheckpointError):
         SafeModelCheckpoint.load_latest("m.h5")
