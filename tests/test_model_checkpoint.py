@@ -542,6 +542,14 @@ def test_attributes_may_be_set_before_each_fit():
     assert CheckpointStore(".").checkpoints()[-1].manifest.monitor == "loss"
 
 
+@pytest.mark.parametrize("path", ["m.txt", "m.weights.h5"])
+def test_wrong_ending_in_an_attribute_is_found_before_training(path):
+    callback = SafeModelCheckpoint("m.keras")
+    callback.filepath = path
+    with pytest.raises(ValueError, match="Expected a filepath that ends in"):
+        drive(callback, losses(0.1))
+
+
 def test_wrong_attribute_is_found_before_training():
     callback = SafeModelCheckpoint("{epoch}.keras", max_to_keep=2)
     callback.filepath = "m.keras"

@@ -228,11 +228,12 @@ def _cadence(save_freq: str | int, seconds: float | None) -> Cadence:
 
 
 def _format(filepath: str, weights_only: bool) -> str:
-    if weights_only:
+    holds_weights = filepath.endswith(".weights.h5")
+    if holds_weights and weights_only:
         return "weights_h5"
-    if filepath.endswith(".weights.h5"):
-        raise ValueError(
-            "A file that ends in .weights.h5 holds weights: expected save_weights_only=True, or "
-            f".keras for the whole model. Received: filepath={filepath!r}"
-        )
-    return "keras" if filepath.endswith(".keras") else "legacy_h5"
+    if filepath.endswith((".keras", ".h5")) and not (holds_weights or weights_only):
+        return "keras" if filepath.endswith(".keras") else "legacy_h5"
+    raise ValueError(
+        "Expected a filepath that ends in .weights.h5 with save_weights_only=True, in .keras or "
+        f".h5 without. Received: filepath={filepath!r}, save_weights_only={weights_only}"
+    )

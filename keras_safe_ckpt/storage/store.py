@@ -90,7 +90,8 @@ class CheckpointStore:
         self._pruner = Pruner(self._catalog, self.events)
         self._writer = BackgroundWriter()
         self._next_sweep = 0.0
-        self._last_size = 0
+        #: Of the file that was published last; 0 before the first.
+        self.last_size = 0
 
     def publish(
         self,
@@ -235,7 +236,7 @@ class CheckpointStore:
         facts = position(draft, name)
         try:
             self._sweep()
-            ensure_room(target, max(self._last_size, snapshot.nbytes), draft.step)
+            ensure_room(target, max(self.last_size, snapshot.nbytes), draft.step)
             draft = replace(draft, sequence=self._next_sequence())
             with StagedFile(target, step=draft.step) as staged:
                 manifest = self.format.write(staged, snapshot, draft)
@@ -250,7 +251,7 @@ class CheckpointStore:
                     lock.ensure_held()
                     staged.commit()
                     self._catalog.remember(target, manifest)
-                    size = self._last_size = os.path.getsize(target)
+                    size = self.last_size = os.path.getsize(target)
                     if retention is not None:
                         self._pruner.prune_around(Checkpoint(target, manifest), retention, lock)
         except BaseException as error:

@@ -129,8 +129,7 @@ class Saver:
                         veto=request.veto,
                         retention=request.retention,
                     )
-                    if checkpoint is not None:
-                        self._last_size = os.path.getsize(path)
+                    self._last_size = max(self._last_size, store.last_size)
                     done(checkpoint)
 
             if self._background:
