@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from driven import drive, losses, set_weight, tiny_model, weight
 from keras_setup import keras, mirrored_strategy
-from processes import wait_until
+from processes import run_ok, wait_until
 
 from keras_safe_ckpt import (
     CheckpointNotFoundError,
@@ -413,7 +413,7 @@ def test_another_process_with_a_better_model_is_not_overwritten(capsys):
     callback.on_train_end()
     assert weight("m.keras") == 7.0
     assert callback.best == 0.2
-    assert "kept the better model in m.keras" in capsys.readouterr().out
+    assert "kept the model that is in m.keras" in capsys.readouterr().out
     assert "0.20000" in events("skip")[0]["reason"]
 
 
@@ -527,6 +527,30 @@ def test_incumbent_that_cannot_be_compared_is_found_before_training(monkeypatch)
             callback.on_train_begin()
 
 
+def test_best_that_was_deleted_during_training_is_no_best_any_more():
+    callback = SafeModelCheckpoint("m.keras", save_best_only=True, background=False)
+    drive(
+        callback,
+        losses(0.1, 0.5, 0.6),
+        between=lambda epoch: epoch or os.remove("m.keras"),
+    )
+    assert weight("m.keras") == 2.0
+    assert callback.best == 0.5
+
+
+def test_threshold_holds_also_when_no_file_is_there():
+    callback = SafeModelCheckpoint("m.keras", save_best_only=True, initial_value_threshold=0.3)
+    drive(callback, losses(0.4, 0.5))
+    assert files() == []
+
+
+def test_nothing_is_said_of_an_older_file_where_nothing_was_judged(caplog):
+    drive(SafeModelCheckpoint("m.keras", save_best_only=True), losses(0.1))
+    with pytest.warns(UserWarning, match="val_loss available"):
+        drive(SafeModelCheckpoint("m.keras", save_best_only=True), [{}])
+    assert "Nothing was saved" not in caplog.text
+
+
 # Attributes that Keras leaves public
 
 
@@ -572,6 +596,29 @@ def test_independent_workers_write_to_places_of_their_own(monkeypatch):
     monkeypatch.delenv("RANK")
     assert weight(SafeModelCheckpoint.load_latest("run/{epoch}.keras", worker=0)) == 2.0
     assert weight(SafeModelCheckpoint.load_best("run/{epoch}.keras")) == 2.0
+
+
+def test_each_worker_loads_what_it_saved(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in (1, 0):  # The newest is that of the first.
+        monkeypatch.setenv("RANK", str(rank))
+        drive(SafeModelCheckpoint("m.keras"), losses(0.3), first_epoch=10 * (rank + 1))
+    monkeypatch.setenv("RANK", "1")
+    assert weight(SafeModelCheckpoint.load_latest("m.keras")) == 21.0
+    assert weight(SafeModelCheckpoint.load_latest("m.keras", worker=0)) == 11.0
+    monkeypatch.delenv("RANK")
+    assert weight(SafeModelCheckpoint.load_latest("m.keras")) == 11.0
+    drive(SafeModelCheckpoint("m.keras"), losses(0.3), first_epoch=2)
+    monkeypatch.setenv("RANK", "0")
+    drive(SafeModelCheckpoint("m.keras"), losses(0.3), first_epoch=4)
+    monkeypatch.delenv("RANK")
+    assert weight(SafeModelCheckpoint.load_latest("m.keras")) == 3.0  # The path itself.
+
+
+def test_number_in_the_name_does_not_hide_the_series():
+    drive(SafeModelCheckpoint("{worker}-{val_loss}.keras"), losses(0.3))
+    drive(SafeModelCheckpoint("0-best.keras"), losses(0.2), first_epoch=4)
+    assert weight(SafeModelCheckpoint.load_latest("{worker}-{val_loss}.keras")) == 1.0
 
 
 def test_number_of_the_worker_in_the_name(monkeypatch):
@@ -673,27 +720,42 @@ def test_copy_of_the_users_own_stays():
     assert files() == ["3.keras", "final.keras"]
 
 
-def test_best_of_a_run_before_is_not_overwritten_by_a_worse_one(caplog):
+def test_best_of_a_run_before_makes_way_and_stays():
     """A second fit counts its epochs from one again."""
     drive(SafeModelCheckpoint("{epoch}.keras", keep_best=1), losses(0.1, 0.5))
-    drive(SafeModelCheckpoint("{epoch}.keras", keep_best=1), losses(0.9, 0.4), model=tiny_model())
-    assert weight(SafeModelCheckpoint.load_best("{epoch}.keras")) == 1.0
-    assert "1.keras; it is the best of the runs before (val_loss=0.10000)" in caplog.text
-    (saved,) = [c for c in CheckpointStore(".").checkpoints() if c.path.name == "2.keras"]
-    assert saved.manifest.metrics["val_loss"] == 0.4
+    again = tiny_model()
+    drive(SafeModelCheckpoint("{epoch}.keras", keep_best=1), losses(0.9, 0.4), model=again)
+    assert files() == ["1~2.keras", "2.keras"]
+    (aside,) = events("set_aside")
+    assert (aside["file"], aside["now"]) == ("1.keras", "1~2.keras")
+    best = SafeModelCheckpoint.load_best("{epoch}.keras")
+    assert weight(best) == weight("1~2.keras") == 1.0
+    assert weight(SafeModelCheckpoint.load_latest("{epoch}.keras")) == 2.0
+    # It is ours: when there is a better one it goes as the others do.
+    drive(SafeModelCheckpoint("{epoch}.keras", keep_best=1), losses(0.05), first_epoch=8)
+    assert files() == ["9.keras"]
 
 
-def test_files_of_the_same_run_are_overwritten_as_in_keras():
-    callback = SafeModelCheckpoint("{epoch}.keras", "loss", save_freq=1, max_to_keep=2)
-    model = tiny_model()
-    callback.set_model(model)
+def test_best_of_another_process_makes_way_and_stays():
+    callback = SafeModelCheckpoint("{epoch}.keras", max_to_keep=3)
+    callback.set_model(tiny_model(7.0))
     callback.on_train_begin()
-    callback.on_epoch_begin(0)
-    for batch, loss in enumerate([0.1, 0.2]):
-        set_weight(model, batch)
-        callback.on_train_batch_end(batch, {"loss": loss})
+    code = """
+store = CheckpointStore(".", format="keras")
+store.publish(snapshot(1), step=1, epoch=1, name="1.keras", series="{epoch}.keras",
+              metrics={"val_loss": 0.1}, monitor="val_loss", mode="min")
+"""
+    run_ok(code)
+    callback.on_epoch_end(0, {"val_loss": 0.9})
     callback.on_train_end()
-    assert weight("1.keras") == 1.0
+    assert files() == ["1.keras", "1~2.keras"]
+    assert weight("1.keras") == 7.0
+
+
+def test_worse_files_of_a_run_before_are_overwritten_as_in_keras():
+    drive(SafeModelCheckpoint("{epoch}.keras", max_to_keep=5), losses(0.5, 0.1))
+    drive(SafeModelCheckpoint("{epoch}.keras", max_to_keep=5), losses(0.9), model=tiny_model())
+    assert files() == ["1.keras", "2.keras"]
 
 
 def test_retention_goes_on_with_nan():
@@ -720,7 +782,7 @@ def test_number_of_the_worker_does_not_split_what_is_kept(monkeypatch):
 
 def test_nothing_is_deleted_while_the_best_is_not_known():
     callback = SafeModelCheckpoint("{epoch}.keras", keep_best=1)
-    with pytest.warns(UserWarning, match="val_loss available"):
+    with pytest.warns(UserWarning, match="Can keep the best models only with val_loss available"):
         drive(callback, [{"loss": 1.0}] * 3)
     assert files() == ["1.keras", "2.keras", "3.keras"]
 
@@ -768,6 +830,19 @@ def test_too_little_room_for_another_one_like_the_last_is_said_before_training(s
     with pytest.raises(CheckpointWriteError, match="needs about"):
         callback.on_train_begin()
     model.load_weights(disk / "m.weights.h5")
+
+
+def test_room_for_a_larger_model_is_not_asked_for(small_disk):
+    disk = small_disk("size=1500k")
+    large = keras.Sequential([keras.Input((300,)), keras.layers.Dense(1000)])
+    large.compile("sgd", "mse")
+    first = SafeModelCheckpoint(disk / "m.weights.h5", save_weights_only=True)
+    first.set_model(large)
+    first.on_train_begin()
+    first.on_epoch_end(0, {})
+    first.on_train_end()
+    drive(SafeModelCheckpoint(disk / "m.weights.h5", save_weights_only=True), losses(0.5))
+    assert weight(disk / "m.weights.h5") == 1.0
 
 
 # When a save fails
@@ -820,6 +895,19 @@ def test_warning_instead_of_an_error(background):
         callback.on_train_end()
     assert weight("m.keras") == 1.0
     assert events("error")[0]["kind"] == "LockTimeoutError"
+
+
+def test_a_disk_that_stays_full_does_not_flood():
+    callback = failing_callback(on_error="warn", background=False)
+    with held_lock(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for epoch in range(8):
+            callback.on_epoch_end(epoch, {})
+        callback.on_train_end()
+    assert len([w for w in caught if "A save failed" in str(w.message)]) == 3
+    assert "8 saves failed" in str(caught[-1].message)
+    assert "All of them are in events.jsonl" in str(caught[-1].message)
+    assert len(events("error")) == 8
 
 
 def test_failures_of_one_run_are_not_those_of_the_next():
@@ -941,7 +1029,7 @@ def test_copies_are_callbacks_of_their_own(duplicate):
         callback.on_epoch_end(0, {"val_loss": 0.5})
         copied = duplicate(callback)
         assert copied.model is None
-        assert not copied._saver.busy
+        assert copied._saver is not callback._saver
     callback.on_train_end()
     drive(copied, losses(0.4), first_epoch=1)
     assert copied.best == 0.4
@@ -1138,7 +1226,7 @@ def test_load_into_a_model():
 
 def test_weights_need_a_model():
     drive(SafeModelCheckpoint("m.weights.h5", save_weights_only=True), losses(0.5))
-    with pytest.raises(ValueError, match="whole model"):
+    with pytest.raises(ValueError, match=r"holds weights.*`model`"):
         SafeModelCheckpoint.load_latest("m.weights.h5")
 
 
@@ -1155,6 +1243,8 @@ def test_nothing_to_load():
     tiny_model().save("plain.keras")
     with pytest.raises(CorruptCheckpointError, match=r"plain\.keras"):
         SafeModelCheckpoint.load_latest("plain.keras")
+    with pytest.raises(CorruptCheckpointError, match=r"not written by this.*may open it\.$"):
+        SafeModelCheckpoint.load_latest("plain.keras")
     assert files() == ["plain.keras"]
 
 
@@ -1165,7 +1255,7 @@ def test_what_was_not_judged_is_not_the_best():
     with pytest.raises(CheckpointNotFoundError, match="'auc'"):
         SafeModelCheckpoint.load_best("m.keras", monitor="auc", mode="max")
     drive(SafeModelCheckpoint("n.keras", monitor="novelty"), [{"novelty": 1.0}])
-    with pytest.raises(ValueError, match="monitor= and mode="):
+    with pytest.raises(ValueError, match=r"monitor= and mode=.*novelty \(no mode\)"):
         SafeModelCheckpoint.load_best("n.keras")
     assert weight(SafeModelCheckpoint.load_best("n.keras", mode="max")) == 1.0
 
@@ -1252,6 +1342,8 @@ def test_legacy_files_of_others_are_not_looked_at():
         {"keep_every": 0},
         {"max_to_keep": 3},  # of one file
         {"save_every_seconds": "5"},
+        {"save_every_seconds": True},
+        {"save_every_seconds": math.inf},
         {"locks": "redis"},
         {"monitor": None},
     ],
@@ -1296,6 +1388,23 @@ class PlainPath(PerWorker):
         return f"mine-{role.number}.keras"
 
 
+class LosesEpochs(PerWorker):
+    def place(self, template, role):
+        return "last.keras"
+
+
+class WrongEnding(PerWorker):
+    def place(self, template, role):
+        return "{epoch}.txt"
+
+
+@pytest.mark.parametrize("policy", [LosesEpochs(), WrongEnding()], ids=lambda p: type(p).__name__)
+def test_path_of_a_policy_is_checked_before_training(policy):
+    callback = SafeModelCheckpoint("{epoch}.keras", write_policy=policy, max_to_keep=3)
+    with pytest.raises(ValueError, match="xpected"):
+        drive(callback, losses(0.5))
+
+
 def test_policy_of_the_users_own_may_return_a_plain_path():
     drive(SafeModelCheckpoint("m.keras", write_policy=PlainPath()), losses(0.5))
     assert files() == ["mine-0.keras"]
@@ -1324,10 +1433,18 @@ def begin(path: str) -> None:
     callback.on_train_begin()
 
 
-def test_directory_where_a_file_should_be_is_found_before_training():
-    os.mkdir("m.keras")
+@pytest.mark.parametrize("path", ["m.keras", "m{epoch}.keras"])
+def test_directory_where_a_file_should_be_is_found_before_training(path):
+    os.mkdir(path.format(epoch=3))
     with pytest.raises(UnsafePathError, match="directory"):
-        begin("m.keras")
+        begin(path)
+
+
+def test_saves_of_one_epoch_that_would_overwrite_each_other_are_noticed():
+    for options in ({"save_freq": 5}, {"save_every_seconds": 5}):
+        with pytest.raises(ValueError, match=r"\{batch\}"):
+            SafeModelCheckpoint("{epoch}.keras", max_to_keep=2, **options)
+        SafeModelCheckpoint("{epoch}-{batch}.keras", max_to_keep=2, **options)
 
 
 @pytest.mark.parametrize("path", ["file/m.keras", "file/{epoch}/m.keras"])

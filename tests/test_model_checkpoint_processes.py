@@ -196,18 +196,19 @@ import tensorflow as tf
 strategy = tf.distribute.MultiWorkerMirroredStrategy()
 import keras
 from keras_safe_ckpt import SafeModelCheckpoint
-from keras_safe_ckpt.storage.formats import keras_zip
+from keras_safe_ckpt.storage.formats import weights_h5
 
 captured = []
-real = keras_zip.capture
-keras_zip.capture = lambda *a, **k: captured.append(1) or real(*a, **k)
+real = weights_h5.capture
+weights_h5.capture = lambda *a, **k: captured.append(1) or real(*a, **k)
 
 with strategy.scope():
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
     model.compile("sgd", "mse")
 model.set_weights([np.full((1, 1), 3.0, "float32")])
 model.optimizer.build(model.trainable_variables)
-callback = SafeModelCheckpoint(folder + "/m.keras", save_best_only=True)
+callback = SafeModelCheckpoint(folder + "/m.weights.h5", save_best_only=True,
+                               save_weights_only=True)
 callback.set_model(model)
 callback.on_train_begin()
 part = str(callback._run)
@@ -241,8 +242,8 @@ def test_workers_of_a_synchronous_cluster_all_capture_and_the_chief_writes(tmp_p
     assert (chief[2], other[2]) == (0.1, None)
     assert all("save_every_seconds=5" in result[3] for result in results)
     names = [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")]
-    assert sorted(names) == ["events.jsonl", "m.keras"]
-    assert weight(tmp_path / "m.keras") == 3.0
+    assert sorted(names) == ["events.jsonl", "m.weights.h5"]
+    assert weight(tmp_path / "m.weights.h5") == 3.0
 
 
 def _free_ports(count: int) -> list[int]:

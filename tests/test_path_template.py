@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from keras_safe_ckpt.storage.path_template import PathTemplate
+from keras_safe_ckpt.storage.path_template import PathTemplate, aside_name, without_aside
 
 
 def names(template: PathTemplate) -> list[str]:
@@ -120,3 +120,27 @@ def test_counts_alone():
     template = PathTemplate("{epoch:02d}-{loss}-{epoch}")
     assert template.count_text("epoch", 3) == "033"
     assert template.count_text("batch", 3) == ""
+
+
+def test_files_that_were_set_aside_are_found(files):
+    assert aside_name("03.weights.h5", 2) == "03~2.weights.h5"
+    assert aside_name("a.b.keras", 3) == "a.b~3.keras"
+    assert without_aside("03~2.weights.h5") == "03.weights.h5"
+    assert without_aside("03~x.keras") == "03~x.keras"
+    files("03.keras", "03~2.keras")
+    assert names(PathTemplate("{epoch:02d}.keras")) == ["03.keras", "03~2.keras"]
+
+
+def test_series_of_any_worker():
+    template = PathTemplate("{worker:02d}-{epoch}.keras")
+    assert template.is_series("07-{epoch}.keras")
+    assert not template.is_series("x-{epoch}.keras")
+    assert PathTemplate("a+{epoch}.keras").is_series("a+{epoch}.keras")
+    assert not PathTemplate("{epoch}.keras").is_series("best.keras")
+
+
+def test_obstacles_are_what_is_no_file(files, tmp_path):
+    files("1.keras", "2.keras/x")
+    (tmp_path / "3.keras").symlink_to("1.keras")
+    obstacles = [path.name for path in PathTemplate("{epoch}.keras").obstacles()]
+    assert obstacles == ["2.keras", "3.keras"]

@@ -135,7 +135,7 @@ def test_wrong_keywords_are_named(settings):
 )
 def test_files_that_would_overwrite_each_other_are_noticed(keeping, path):
     with pytest.raises(ValueError, match="xpected") as caught:
-        keeping.ensure_fits(PathTemplate(path))
+        keeping.ensure_fits(PathTemplate(path), by_batch=False)
     assert repr(path) in str(caught.value)
     assert str(keeping) in str(caught.value)
 
@@ -150,4 +150,4 @@ def test_files_that_would_overwrite_each_other_are_noticed(keeping, path):
     ],
 )
 def test_files_with_names_of_their_own_are_fine(keeping, path):
-    keeping.ensure_fits(PathTemplate(path))
+    keeping.ensure_fits(PathTemplate(path), by_batch=False)

@@ -225,7 +225,12 @@ def test_two_workers_on_one_path_are_noticed():
 
 
 def test_files_are_looked_for_where_workers_put_them():
-    assert [t.text for t in saved_under("a/m.keras")] == ["a/m.keras", "a/worker-{worker}/m.keras"]
-    assert [t.text for t in saved_under("a/m.keras", 3)] == ["a/worker-3/m.keras"]
-    assert [t.text for t in saved_under("{worker}.keras")] == ["{worker}.keras"]
-    assert [t.text for t in saved_under("{worker}.keras", 3)] == ["3.keras"]
+    def places(path, worker=None, **environment):
+        return [template.text for template in saved_under(path, worker, environment)]
+
+    everywhere = ["a/m.keras", "a/worker-{worker}/m.keras"]
+    assert places("a/m.keras") == everywhere
+    assert places("a/m.keras", RANK="1", WORLD_SIZE="2") == ["a/worker-1/m.keras", *everywhere]
+    assert places("a/m.keras", 3, RANK="1", WORLD_SIZE="2") == ["a/worker-3/m.keras"]
+    assert set(places("{worker}.keras")) == {"{worker}.keras"}
+    assert places("{worker}.keras", 3) == ["3.keras"]

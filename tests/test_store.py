@@ -602,7 +602,7 @@ def test_missing_and_strange_files(store):
 def test_weights_alone_make_no_model(tmp_path):
     store = CheckpointStore(tmp_path)
     store.publish(make_snapshot(), step=1)
-    with pytest.raises(ValueError, match=r"Only a \.keras file"):
+    with pytest.raises(ValueError, match=r"This file holds weights"):
         store.load(path=store.latest().path)
     with pytest.raises(CheckpointNotFoundError):
         store.load()

@@ -10,21 +10,24 @@ import warnings
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from keras_safe_ckpt.callbacks.messages import say
 from keras_safe_ckpt.cluster.roles import Role, role_of
 from keras_safe_ckpt.cluster.write_policies import WritePolicy, ensure_places_differ, place
+from keras_safe_ckpt.storage.formats import FORMATS
 from keras_safe_ckpt.storage.keras_internals import better_direction
 from keras_safe_ckpt.storage.lookup import checkpoints_of, of_series
 from keras_safe_ckpt.storage.path_template import PathTemplate
-from keras_safe_ckpt.storage.retention import Checkpoint, Veto, unless_newer
+from keras_safe_ckpt.storage.paths import refuse_unsafe_name
+from keras_safe_ckpt.storage.retention import Checkpoint, SetAside, Veto, unless_newer
 from keras_safe_ckpt.training.best import (
     Best,
     UnlessBetter,
+    is_best_of_others,
     learn_from_disk,
     other_standards,
-    spare_the_best,
 )
 from keras_safe_ckpt.training.keeping import Keeping
 from keras_safe_ckpt.training.logs import monitored_value, numbers_in
@@ -41,7 +44,20 @@ class Settings:
     format: str
     policy: WritePolicy
     keeping: Keeping
+    save_freq: str | int
     save_every_seconds: float | None
+
+    def check(self, template: PathTemplate) -> None:
+        """Raise for a path that would fail at the first save, or lose what is to be kept."""
+        template.refuse_unfit_counts()
+        refuse_unsafe_name(template.name, Path(template.parent.text))
+        suffix = FORMATS[self.format].suffix
+        if not template.name.endswith(suffix):
+            raise ValueError(
+                f"Expected a path that ends in {suffix!r}. Received: filepath={template.text!r}"
+            )
+        by_batch = self.save_freq != "epoch" or self.save_every_seconds is not None
+        self.keeping.ensure_fits(template, by_batch=by_batch)
 
 
 class Moment(NamedTuple):
@@ -71,14 +87,17 @@ class CheckpointRun:
         # As it is now: the program may change its directory during training.
         self._template = self._shown.below(os.getcwd())
         self._began = time.time()
+        self._threshold = best.value
+        self._was_judged = False
         self._saves = 0
         self._found: Checkpoint | None = None
         self._news: deque[str] = deque()
         self._check_cluster()
+        saver.use_format(settings.format)
         if self._writes:
             apart = self._shown.text != settings.template.text
             worker = f"worker-{self._role.number}" if apart else None
-            saver.open(self._template, settings.format, worker)
+            saver.open(self._template, worker, _largest_size(callback.model))
         best.mode = None
         self.direction_is_open = True
         self.settle_direction(final=False)
@@ -110,12 +129,16 @@ class CheckpointRun:
         source = self._callback.model
         if _together(self._role):
             # Reading a variable may be a collective: all workers, whatever they do with it.
+            self._wait_for_save()
             source = self._saver.capture(source)
-        if not self._writes:
+        if not self._writes or source is None:
             return False
         best_only, monitor = self._callback.save_best_only, self._callback.monitor
-        judged = best_only or self._settings.keeping.keep_best is not None
-        value = monitored_value(logs, monitor) if judged else None
+        value = None
+        if best_only:
+            value = monitored_value(logs, monitor)
+        elif self._settings.keeping.keep_best is not None:
+            monitored_value(logs, monitor, "keep the best models")
         if best_only and not self._is_worth_saving(epoch, value, shown):
             return False
         self._wait_for_save()
@@ -133,6 +156,7 @@ class CheckpointRun:
             monitor=monitor,
             mode=self._best.mode,
             veto=veto,
+            set_aside=self._set_aside(),
             retention=self._settings.keeping.policy(monitor, self._best.mode),
         )
 
@@ -141,7 +165,7 @@ class CheckpointRun:
                 self._saves += 1
             if isinstance(veto, UnlessBetter):
                 self._best.learn(value if checkpoint is not None else veto.kept)
-            outcome = "finished saving model to" if checkpoint else "kept the better model in"
+            outcome = "finished saving model to" if checkpoint else "kept the model that is in"
             self._news.append(f"\nEpoch {epoch + 1}: {outcome} {shown}")
 
         self._saver.save(source, request, done)
@@ -160,7 +184,7 @@ class CheckpointRun:
             self._saver.finish()
         finally:
             self._say_news()
-        if self._found is not None and not self._saves:
+        if self._found is not None and self._was_judged and not self._saves:
             _log.warning(
                 "Nothing was saved: %s never got better than %.5f, which %s has since before this "
                 "training. To start over, delete that file or use another filepath.",
@@ -177,6 +201,8 @@ class CheckpointRun:
             )
         if self._settings.keeping.deletes:
             ensure_places_differ(self._settings.policy, self._settings.template, self._role)
+        if self._shown.text != self._settings.template.text:
+            self._settings.check(self._shown)  # A policy of the user's may return anything.
 
     def _look_at_disk(self) -> None:
         """A restart must not forget what the best was, nor by what it was judged."""
@@ -184,7 +210,7 @@ class CheckpointRun:
         if self._callback.save_best_only:
             self._found, doubts = learn_from_disk(self._best, self._template)
         elif self._settings.keeping.deletes:
-            present = checkpoints_of([self._template], lambda path, reason: None)
+            present = checkpoints_of(self._template, lambda path, reason: None)
             doubts = other_standards(self._best, of_series(present, self._template))
         for doubt in doubts:
             warnings.warn(doubt, stacklevel=2)
@@ -202,6 +228,8 @@ class CheckpointRun:
         if math.isnan(value):
             warnings.warn(f"{monitor} is NaN: not saved as the best model.", stacklevel=2)
             return False
+        self._was_judged = True
+        self._forget_deleted()
         if self._best.beaten_by(value):
             # What is being written now is the best only when it is durable.
             self._wait_for_save()
@@ -215,12 +243,19 @@ class CheckpointRun:
         )
         return True
 
+    def _forget_deleted(self) -> None:
+        """A file that somebody removed during training is not the best any more."""
+        written = self._found is not None or self._saves > 0
+        if written and not self._template.fields and not os.path.exists(self._template.fill({})):
+            self._best.value = self._threshold
+
     def _veto(self, value: float | None) -> Veto:
-        if self._callback.save_best_only:
-            return self._best.veto(value)
-        if self._settings.keeping.deletes:
-            return spare_the_best(self._best, self._template, self._began)
-        return unless_newer
+        return self._best.veto(value) if self._callback.save_best_only else unless_newer
+
+    def _set_aside(self) -> SetAside | None:
+        if not self._settings.keeping.deletes or not self._template.fields:
+            return None
+        return is_best_of_others(self._best, self._template, self._began)
 
     def _wait_for_save(self) -> None:
         """Until the one before is durable: memory holds one capture, and messages their order."""
@@ -256,6 +291,15 @@ class CheckpointRun:
 def cannot_format(filepath: str, reason: str) -> KeyError:
     """In the words of Keras."""
     return KeyError(f'Failed to format this callback filepath: "{filepath}". Reason: {reason}')
+
+
+def _largest_size(model: Any) -> float:
+    """More than its file can have; not known before the model is built."""
+    if not getattr(model, "built", False):
+        return math.inf
+    # Far more than any optimizer keeps for a weight, and than HDF5 needs for an array.
+    sizes: list[int] = [math.prod(variable.shape) for variable in model.variables]
+    return 2.0**16 + sum(64 * size + 8192 for size in sizes)
 
 
 def _together(role: Role) -> bool:

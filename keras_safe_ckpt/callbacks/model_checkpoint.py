@@ -7,7 +7,6 @@ import datetime
 import logging
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from keras_safe_ckpt.callbacks.checkpoint_run import CheckpointRun, Moment, Settings, cannot_format
@@ -16,7 +15,7 @@ from keras_safe_ckpt.storage.keras_internals import import_keras
 from keras_safe_ckpt.storage.lock_backend import Locks
 from keras_safe_ckpt.storage.lookup import best_first, load_in_order, newest_first
 from keras_safe_ckpt.storage.path_template import PathTemplate
-from keras_safe_ckpt.storage.paths import absolute, refuse_unsafe_name
+from keras_safe_ckpt.storage.paths import absolute
 from keras_safe_ckpt.training.best import Best
 from keras_safe_ckpt.training.cadence import AnyOf, Cadence, EveryBatches, EveryEpoch, EverySeconds
 from keras_safe_ckpt.training.keeping import Keeping
@@ -150,9 +149,10 @@ class SafeModelCheckpoint(_ModelCheckpoint):  # type: ignore[misc]
         """The best model that was saved under ``filepath``, verified.
 
         ``filepath`` is that of the callback, placeholders and all. With a ``model`` its weights
-        and optimizer are replaced, else a ``.keras`` file becomes a new model. By what it is the
-        best, the files say themselves; ``worker`` looks at those of one worker only. A file that
-        is damaged is passed over, and said.
+        and optimizer are replaced, else a file with a whole model becomes a new one. By what it
+        is the best, the files say themselves; or pass ``monitor`` and ``mode``. One of several
+        workers gets its own; ``worker`` asks for that of another. A file that is damaged is
+        passed over, and said.
         """
         templates = saved_under(filepath, worker)
         return load_in_order(templates, best_first(monitor, mode), model, custom_objects)
@@ -173,17 +173,15 @@ class SafeModelCheckpoint(_ModelCheckpoint):  # type: ignore[misc]
         """Take over what Keras keeps in public attributes, which a program may set at any time."""
         self._configured = (self.filepath, self.save_freq, self.save_weights_only)
         absolute(self.filepath)  # Raises for what is not a path of a file system.
-        template = PathTemplate(self.filepath)
-        template.refuse_unfit_counts()
-        refuse_unsafe_name(template.name, Path(template.parent.text))
-        self._keeping.ensure_fits(template)
         self._settings = Settings(
-            template,
+            PathTemplate(self.filepath),
             _format(self.filepath, self.save_weights_only),
             self._policy,
             self._keeping,
+            self.save_freq,
             self._save_every_seconds,
         )
+        self._settings.check(self._settings.template)
         self._cadence = _cadence(self.save_freq, self._save_every_seconds)
 
     def _begin(self) -> CheckpointRun:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Protocol
 
-from keras_safe_ckpt.cluster.roles import Role
+from keras_safe_ckpt.cluster.roles import Role, role_from_environment
 from keras_safe_ckpt.storage.path_template import WORKER, PathTemplate
 
 
@@ -81,7 +81,8 @@ def find_policy(choice: str | WritePolicy) -> WritePolicy:
         callable(getattr(choice, name, None)) for name in ("writes", "place")
     ):
         raise ValueError(
-            f"Expected write_policy to be one of {sorted(_BY_NAME)}, ChiefOnly() or PerWorker(). "
+            f"Expected write_policy to be one of {sorted(_BY_NAME)}, ChiefOnly(), PerWorker() or "
+            "an object with the methods writes(role) and place(template, role). "
             f"Received: write_policy={choice!r}"
         )
     return choice
@@ -118,11 +119,19 @@ def ensure_places_differ(policy: WritePolicy, template: PathTemplate, role: Role
 
 
 def saved_under(
-    filepath: str | os.PathLike[str], worker: int | None = None
-) -> Sequence[PathTemplate]:
-    """Where the files of a callback with this path are: of one worker, or of all."""
+    filepath: str | os.PathLike[str],
+    worker: int | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> list[PathTemplate]:
+    """Where to look for the files of a callback with this path, first place first.
+
+    One of several workers looks at its own first; then comes the path itself, then those of
+    any worker.
+    """
     template = PathTemplate(filepath)
     apart = template if WORKER in template.fields else template.in_folder("worker-{worker}")
     if worker is not None:
         return [apart.for_worker(worker)]
-    return [template] if apart is template else [template, apart]
+    role = role_from_environment(os.environ if environment is None else environment)
+    own = [] if role.alone else [apart.for_worker(role.number)]
+    return [*own, template, apart]

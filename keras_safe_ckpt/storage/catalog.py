@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from keras_safe_ckpt.errors import (
@@ -59,8 +59,7 @@ class Catalog:
             except NOT_USABLE as error:
                 if on_skip is not None:
                     on_skip(path, str(error))
-        found.sort(key=lambda c: (c.manifest.sequence, c.manifest.wall_time, c.path.name))
-        return found
+        return oldest_first(found)
 
     def latest(self, on_skip: OnSkip) -> Checkpoint | None:
         """The newest one whose digests hold."""
@@ -125,6 +124,13 @@ class Catalog:
                 ]
         except (FileNotFoundError, NotADirectoryError):
             return []
+
+
+def oldest_first(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
+    """In the order in which they were published."""
+    return sorted(
+        checkpoints, key=lambda c: (c.manifest.sequence, c.manifest.wall_time, c.path.name)
+    )
 
 
 def _identity(path: Path) -> _Identity:

@@ -1,4 +1,4 @@
-"""The only module that touches private names of Keras, each one looked for before it is used.
+"""The private names of Keras, each one looked for before it is used (and see `keras_walk`).
 
 Keras walks a model and hands every variable to a *store*. A store of our own, instead of the one
 that writes HDF5, is all it takes to learn the exact layout of a Keras file without writing one,

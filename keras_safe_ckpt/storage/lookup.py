@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from keras_safe_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
-from keras_safe_ckpt.storage.catalog import NOT_USABLE, OnSkip
+from keras_safe_ckpt.errors import CheckpointNotFoundError
+from keras_safe_ckpt.storage.catalog import NOT_USABLE, OnSkip, oldest_first
 from keras_safe_ckpt.storage.events import EventLog
 from keras_safe_ckpt.storage.formats import format_of
 from keras_safe_ckpt.storage.path_template import PathTemplate
-from keras_safe_ckpt.storage.restore import load_first_whole
+from keras_safe_ckpt.storage.restore import load_first_whole, none_is_whole
 from keras_safe_ckpt.storage.retention import Checkpoint, KeepBest
 from keras_safe_ckpt.storage.writer import wait_for_all_writers
 
@@ -23,10 +23,10 @@ _log = logging.getLogger(__name__)
 Order = Callable[[Sequence[Checkpoint]], Sequence[Checkpoint]]
 
 
-def checkpoints_of(templates: Sequence[PathTemplate], on_skip: OnSkip) -> list[Checkpoint]:
-    """The files of any of the templates that carry our manifest, oldest first."""
+def checkpoints_of(template: PathTemplate, on_skip: OnSkip) -> list[Checkpoint]:
+    """The files of a template that carry our manifest, oldest first."""
     found: dict[Path, Checkpoint] = {}
-    for path in [path for template in templates for path in template.existing()]:
+    for path in template.existing():
         try:
             with format_of(path).open(path) as checkpoint:
                 found[path] = Checkpoint(path, checkpoint.manifest)
@@ -34,19 +34,19 @@ def checkpoints_of(templates: Sequence[PathTemplate], on_skip: OnSkip) -> list[C
             continue  # Pruned since it was listed.
         except NOT_USABLE as error:
             on_skip(path, str(error))
-    return sorted(
-        found.values(), key=lambda c: (c.manifest.sequence, c.manifest.wall_time, c.path.name)
-    )
+    return oldest_first(found.values())
 
 
-def of_series(checkpoints: Sequence[Checkpoint], *templates: PathTemplate) -> list[Checkpoint]:
-    """Those that were saved under one of the templates, not only named alike.
+def of_series(checkpoints: Sequence[Checkpoint], template: PathTemplate) -> list[Checkpoint]:
+    """Those that were saved under the template, not only named alike.
 
     "{loss}.keras" fits "best.keras" too; a path without placeholders is what it is.
     """
-    names = {template.name for template in templates}
-    fixed = not any(template.fields for template in templates)
-    return [c for c in checkpoints if fixed or c.manifest.series in names]
+    return [
+        checkpoint
+        for checkpoint in checkpoints
+        if not template.fields or template.is_series(checkpoint.manifest.series)
+    ]
 
 
 def newest_first(checkpoints: Sequence[Checkpoint]) -> Sequence[Checkpoint]:
@@ -65,8 +65,10 @@ def best_first(monitor: str | None, mode: str | None) -> Order:
         by = monitor or next((manifest.monitor for manifest in judged), None)
         how = mode or next((m.mode for m in judged if m.monitor == by and m.mode), None)
         if by is None or how is None:
+            known = sorted({f"{m.monitor} ({m.mode or 'no mode'})" for m in judged})
             raise ValueError(
-                "None of the files says by what it was judged: expected monitor= and mode=. "
+                "Expected monitor= and mode=, since the files do not say which is the best by "
+                f"that; they were judged by: {', '.join(known) or 'nothing'}. "
                 f"Received: monitor={monitor!r}, mode={mode!r}"
             )
         ordered = KeepBest(len(checkpoints), by, how).keep(checkpoints)
@@ -85,7 +87,10 @@ def load_in_order(
     model: Any = None,
     custom_objects: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Load the first one that is whole, verified; each one passed over is named in the log."""
+    """Load the first one that is whole, verified; each one passed over is named in the log.
+
+    It is looked for under the first of the templates that named any file.
+    """
     # A save that is still pending (the run was interrupted a moment ago) counts as well.
     wait_for_all_writers()
     skipped: list[str] = []
@@ -94,8 +99,9 @@ def load_in_order(
         skipped.append(reason)
         _log.warning("Passed over %s: %s", path, reason)
 
-    present = checkpoints_of(templates, report)
-    present = of_series(present, *templates) or present
+    template = next((one for one in templates if one.existing()), templates[0])
+    present = checkpoints_of(template, report)
+    present = of_series(present, template) or present
     began = time.perf_counter()
     candidates = order(present) if present else []
     loaded = load_first_whole(candidates, model, custom_objects, report)
@@ -104,7 +110,5 @@ def load_in_order(
         EventLog(path.parent).report_restore(path, manifest, time.perf_counter() - began)
         return model
     if skipped:
-        raise CorruptCheckpointError(
-            templates[0].text, "none of its files is whole:\n  " + "\n  ".join(skipped)
-        )
+        raise none_is_whole(template.text, skipped)
     raise CheckpointNotFoundError(templates[0].text, "no file of this name is there")

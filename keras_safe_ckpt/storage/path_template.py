@@ -95,6 +95,22 @@ class PathTemplate:
 
     def existing(self) -> list[Path]:
         """The files that are there and that it could have named."""
+        return [path for path in self._matching() if path.is_file()]
+
+    def obstacles(self) -> list[Path]:
+        """Whatever is there under a name of its own and is not a file."""
+        return [path for path in self._matching() if not path.is_file() or path.is_symlink()]
+
+    def is_series(self, series: str) -> bool:
+        """Whether a checkpoint of this series was saved under the template, by any worker."""
+        pattern = re.escape(self.name)
+        for _, name, spec, conversion in self._pieces:
+            if name == WORKER:
+                placeholder = re.escape(_placeholder(name, spec, conversion))
+                pattern = pattern.replace(placeholder, r"\s*\d+")
+        return re.fullmatch(pattern, series) is not None
+
+    def _matching(self) -> list[Path]:
         start, rest = self._components()
         found = [absolute(os.path.join(start, "."))]
         for component in rest:
@@ -103,9 +119,9 @@ class PathTemplate:
                 directory / name
                 for directory in found
                 for name in _names_in(directory)
-                if pattern.fullmatch(name)
+                if pattern.fullmatch(without_aside(name))
             ]
-        return [path for path in found if path.is_file()]
+        return found
 
     def deepest_fixed_directory(self) -> str:
         """Of the directory, what comes before the first placeholder."""
@@ -124,6 +140,20 @@ class PathTemplate:
             fixed.append(PathTemplate(folders.pop(0)).fill({}))
         start = "/".join(fixed) if fixed != [""] else "/"
         return start, [PathTemplate(text) for text in [*folders, name]]
+
+
+_ASIDE = re.compile(r"~\d+(?=\.weights\.h5$|\.keras$|\.h5$)")
+
+
+def aside_name(name: str, number: int) -> str:
+    """The name for a file that makes way for another one: ``3.keras`` becomes ``3~2.keras``."""
+    suffix = ".weights.h5" if name.endswith(".weights.h5") else os.path.splitext(name)[1]
+    return f"{name.removesuffix(suffix)}~{number}{suffix}"
+
+
+def without_aside(name: str) -> str:
+    """The name that a file had before it was set aside."""
+    return _ASIDE.sub("", name)
 
 
 def _names_in(directory: Path) -> list[str]:

@@ -10,6 +10,7 @@ from keras_safe_ckpt.errors import CheckpointWriteError
 from keras_safe_ckpt.storage.catalog import Catalog
 from keras_safe_ckpt.storage.events import EventLog
 from keras_safe_ckpt.storage.lock_backend import HeldLock
+from keras_safe_ckpt.storage.path_template import without_aside
 from keras_safe_ckpt.storage.paths import sync_directory
 from keras_safe_ckpt.storage.retention import Checkpoint, Retention
 
@@ -48,8 +49,13 @@ class Pruner:
             self._events.record("error", error=str(error), kind=type(error).__name__)
 
     def _ours(self) -> list[Checkpoint]:
-        """Those that still have the name under which they were published."""
-        return [c for c in self._catalog.checkpoints() if c.manifest.name == c.path.name]
+        """Those that still have the name under which they were published, or were set aside."""
+        return [
+            checkpoint
+            for checkpoint in self._catalog.checkpoints()
+            if checkpoint.manifest.name
+            in (checkpoint.path.name, without_aside(checkpoint.path.name))
+        ]
 
     def _delete(
         self, present: Sequence[Checkpoint], staying: Sequence[Checkpoint], lock: HeldLock

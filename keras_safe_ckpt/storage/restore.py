@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,8 @@ def load_file(
     """Load a verified checkpoint into ``model``, or make a new model of it if that is None."""
     if model is None and not format_of(path).whole_model:
         raise ValueError(
-            "Only a .keras file holds a whole model. Build the model and pass it: "
-            f"load(model, path). Received: path={str(path)!r}"
+            "This file holds weights, not a whole model: expected the model to load them into, "
+            f"as the argument `model`. Received: path={str(path)!r}"
         )
     with format_of(path).open(path) as checkpoint:
         checkpoint.verify()
@@ -85,6 +85,12 @@ def load_first_whole(
         ) as error:
             on_skip(checkpoint.path, str(error))
     return None
+
+
+def none_is_whole(where: str | os.PathLike[str], reasons: Sequence[str]) -> CorruptCheckpointError:
+    """The error for whoever finds files and none that can be used."""
+    shown = "\n  ".join(reason.rstrip(".") for reason in reasons)
+    return CorruptCheckpointError(where, f"none of its files is whole and ours:\n  {shown}")
 
 
 def _inode(path: Path) -> int | None:

@@ -24,6 +24,10 @@ class Checkpoint:
 Veto = Callable[[Manifest | None, Manifest], str | None]
 
 
+#: Asked under the lock before a file is replaced: whether it is worth keeping under another name.
+SetAside = Callable[[Manifest], bool]
+
+
 def unless_newer(incumbent: Manifest | None, new: Manifest) -> str | None:
     """Leave in place what another process published meanwhile, if it is newer."""
     if incumbent is None:

@@ -143,7 +143,7 @@ def _require_built(model: Any) -> None:
         raise TypeError(f"Expected a keras.Model. Received: {model!r} of type {type(model)}")
     if not model.built:
         raise ValueError(
-            "The model has no weights yet, so there is nothing to save. Call it on some data or "
+            "The model has no weights yet, to be saved or loaded. Call it on some data or "
             f"use `model.build(input_shape)` first. Received: model={model.name!r}"
         )
 

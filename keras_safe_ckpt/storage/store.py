@@ -28,15 +28,23 @@ from keras_safe_ckpt.storage.formats.format import EXTRA_GROUP, StorageFormat, r
 from keras_safe_ckpt.storage.lock_backend import Locks
 from keras_safe_ckpt.storage.locks import LockManager
 from keras_safe_ckpt.storage.manifest import Manifest, describe_writer
+from keras_safe_ckpt.storage.path_template import aside_name
 from keras_safe_ckpt.storage.paths import (
     absolute,
     make_directory,
     refuse_unsafe_name,
     refuse_unsafe_target,
+    sync_directory,
 )
 from keras_safe_ckpt.storage.pruning import Pruner
-from keras_safe_ckpt.storage.restore import load_file, load_first_whole
-from keras_safe_ckpt.storage.retention import Checkpoint, Retention, Veto, unless_newer
+from keras_safe_ckpt.storage.restore import load_file, load_first_whole, none_is_whole
+from keras_safe_ckpt.storage.retention import (
+    Checkpoint,
+    Retention,
+    SetAside,
+    Veto,
+    unless_newer,
+)
 from keras_safe_ckpt.storage.room import ensure_room
 from keras_safe_ckpt.storage.snapshot import Snapshot, freeze
 from keras_safe_ckpt.storage.writer import BackgroundWriter
@@ -92,6 +100,7 @@ class CheckpointStore:
         self._next_sweep = 0.0
         #: Of the file that was published last; 0 before the first.
         self.last_size = 0
+        self._overhead = 0
 
     def publish(
         self,
@@ -108,6 +117,7 @@ class CheckpointStore:
         name: str | None = None,
         series: str | None = None,
         veto: Veto = unless_newer,
+        set_aside: SetAside | None = None,
         retention: Retention | None = None,
         background: bool = False,
     ) -> Checkpoint | None:
@@ -119,7 +129,8 @@ class CheckpointStore:
 
         ``retention`` deletes older checkpoints of the same ``series`` and worker, never the one
         that is published: without a ``name`` the series is that of the numbered ones, a ``name``
-        of your own is a series of its own.
+        of your own is a series of its own. What ``set_aside`` says of the file in place keeps it,
+        under another name (``3.keras`` becomes ``3~2.keras``).
         """
         self._writer.raise_error()
         step = _whole_number("step", step)
@@ -148,7 +159,7 @@ class CheckpointStore:
         )
 
         def save() -> Checkpoint | None:
-            return self._save(snapshot, draft, name, veto, retention)
+            return self._save(snapshot, draft, name, veto, set_aside, retention)
 
         if background:
             self._writer.submit(save)
@@ -228,6 +239,7 @@ class CheckpointStore:
         draft: Manifest,
         name: str,
         veto: Veto,
+        set_aside: SetAside | None,
         retention: Retention | None,
     ) -> Checkpoint | None:
         """The way of a checkpoint; runs on whichever thread saves."""
@@ -236,7 +248,8 @@ class CheckpointStore:
         facts = position(draft, name)
         try:
             self._sweep()
-            ensure_room(target, max(self.last_size, snapshot.nbytes), draft.step)
+            # What the structure of a file takes is known from the last one.
+            ensure_room(target, snapshot.nbytes + self._overhead, draft.step)
             draft = replace(draft, sequence=self._next_sequence())
             with StagedFile(target, step=draft.step) as staged:
                 manifest = self.format.write(staged, snapshot, draft)
@@ -249,9 +262,11 @@ class CheckpointStore:
                         self.events.record("skip", reason=reason, **facts)
                         return None
                     lock.ensure_held()
+                    self._keep_aside(target, set_aside)
                     staged.commit()
                     self._catalog.remember(target, manifest)
                     size = self.last_size = os.path.getsize(target)
+                    self._overhead = max(0, size - snapshot.nbytes)
                     if retention is not None:
                         self._pruner.prune_around(Checkpoint(target, manifest), retention, lock)
         except BaseException as error:
@@ -294,6 +309,20 @@ class CheckpointStore:
         # However good its manifest says that it is: damaged, it is worth nothing.
         return veto(None, new)
 
+    def _keep_aside(self, target: Path, set_aside: SetAside | None) -> None:
+        incumbent = None if set_aside is None else self._incumbent(target)
+        if incumbent is None or set_aside is None or not set_aside(incumbent):
+            return
+        number = 2
+        while (aside := self.directory / aside_name(target.name, number)).exists():
+            number += 1
+        try:
+            os.link(target, aside)  # Both names, until the rename takes the first one.
+            sync_directory(self.directory)
+        except OSError as error:
+            raise CheckpointWriteError(aside, error) from error
+        self.events.record("set_aside", file=target.name, now=aside.name)
+
     def _incumbent(self, target: Path) -> Manifest | None:
         try:
             return self._catalog.manifest_of(target)
@@ -323,9 +352,7 @@ class CheckpointStore:
         if loaded is not None:
             return loaded
         if skipped:
-            raise CorruptCheckpointError(
-                self.directory, "none of its files is whole:\n  " + "\n  ".join(skipped)
-            )
+            raise none_is_whole(self.directory, skipped)
         raise CheckpointNotFoundError(self.directory, "the directory holds no checkpoint")
 
     def _resolved(self, path: str | os.PathLike[str]) -> Path:

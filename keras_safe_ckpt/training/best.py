@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,9 +13,7 @@ from keras_safe_ckpt.storage.formats import format_of
 from keras_safe_ckpt.storage.lookup import checkpoints_of, of_series
 from keras_safe_ckpt.storage.manifest import Manifest
 from keras_safe_ckpt.storage.path_template import PathTemplate
-from keras_safe_ckpt.storage.retention import Checkpoint, KeepBest, Veto, unless_newer
-
-_log = logging.getLogger(__name__)
+from keras_safe_ckpt.storage.retention import Checkpoint, KeepBest, SetAside, unless_newer
 
 
 class Best:
@@ -125,7 +123,7 @@ def learn_from_disk(best: Best, template: PathTemplate) -> tuple[Checkpoint | No
                 "better than that."
             )
 
-    present = of_series(checkpoints_of([template], unknown), template)
+    present = of_series(checkpoints_of(template, unknown), template)
     doubts += other_standards(best, present)
     for checkpoint in KeepBest(max(1, len(present)), best.monitor, best.mode or "").keep(present):
         value = best.value_in(checkpoint.manifest)
@@ -149,31 +147,20 @@ def other_standards(best: Best, present: Sequence[Checkpoint]) -> list[str]:
     return [text for text in texts if text is not None]
 
 
-def spare_the_best(best: Best, template: PathTemplate, began: float) -> Veto:
-    """For files that are kept: a new run does not overwrite the best one of a run before.
+def is_best_of_others(best: Best, template: PathTemplate, began: float) -> SetAside:
+    """For files that are kept: whether one is the best of all, and of another run than ours.
 
-    Within a run (since ``began``) a file of the same name is replaced, as Keras does.
+    Ours began at ``began``, in this process; what it named itself it may replace.
     """
 
-    def decide(incumbent: Manifest | None, new: Manifest) -> str | None:
-        reason = unless_newer(incumbent, new)
-        if reason is not None or incumbent is None or incumbent.wall_time >= began:
-            return reason
-        theirs, ours = best.value_in(incumbent), best.value_in(new)
-        if best.mode is None or theirs is None:
-            return None
-        series = of_series(checkpoints_of([template], _ignore), template)
-        values = [ours, *[best.value_in(checkpoint.manifest) for checkpoint in series]]
-        if any(value is not None and best.is_better(value, theirs) for value in values):
-            return None
-        reason = f"it is the best of the runs before ({best.monitor}={theirs:.5f})"
-        _log.warning(
-            "Not overwritten by a model that is no better: %s; %s. Continue with initial_epoch, "
-            "or use another filepath.",
-            incumbent.name,
-            reason,
-        )
-        return reason
+    def decide(incumbent: Manifest) -> bool:
+        theirs = best.value_in(incumbent)
+        ours = (incumbent.host, incumbent.pid) == (socket.gethostname(), os.getpid())
+        if best.mode is None or theirs is None or (ours and incumbent.wall_time >= began):
+            return False
+        series = of_series(checkpoints_of(template, _ignore), template)
+        values = [best.value_in(checkpoint.manifest) for checkpoint in series]
+        return not any(value is not None and best.is_better(value, theirs) for value in values)
 
     return decide
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -66,7 +67,7 @@ class EverySeconds:
     """At the first boundary after ``seconds`` have passed since the last save."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        if not isinstance(seconds, (int, float)) or not seconds > 0:
+        if type(seconds) not in (int, float) or not 0 < seconds < math.inf:
             raise ValueError(
                 "Expected save_every_seconds to be a number of more than 0. "
                 f"Received: save_every_seconds={seconds!r}"

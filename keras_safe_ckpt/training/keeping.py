@@ -59,8 +59,11 @@ class Keeping:
     def deletes(self) -> bool:
         return (self.max_to_keep, self.keep_best, self.keep_every) != (None, None, None)
 
-    def ensure_fits(self, template: PathTemplate) -> None:
-        """Raise if the files that are to be kept would overwrite each other."""
+    def ensure_fits(self, template: PathTemplate, *, by_batch: bool) -> None:
+        """Raise if the files that are to be kept would overwrite each other.
+
+        ``by_batch``: several may be saved in one epoch.
+        """
         if not self.deletes:
             return
         names = {template.count_text("epoch", epoch) for epoch in _SOME_EPOCHS}
@@ -68,6 +71,12 @@ class Keeping:
             raise ValueError(
                 "To keep several checkpoints each needs a name of its own: expected {epoch} in "
                 f"the path, with {self}. Received: filepath={template.text!r}"
+            )
+        if by_batch and template.fields and "batch" not in template.fields:
+            raise ValueError(
+                "Saved by batches or seconds, each checkpoint of an epoch needs a name of its own: "
+                f"expected {{batch}} in the path, with {self}. "
+                f"Received: filepath={template.text!r}"
             )
         if template.parent.fields - {WORKER}:
             raise ValueError(

@@ -20,11 +20,13 @@ def numbers_in(logs: Mapping[str, Any]) -> dict[str, float]:
     return numbers
 
 
-def monitored_value(logs: Mapping[str, Any], monitor: str) -> float | None:
+def monitored_value(
+    logs: Mapping[str, Any], monitor: str, purpose: str = "save best model"
+) -> float | None:
     """The value to judge by; None, with the warnings of Keras, if there is none."""
     current = logs.get(monitor)
     if current is None:
-        warnings.warn(f"Can save best model only with {monitor} available.", stacklevel=2)
+        warnings.warn(f"Can {purpose} only with {monitor} available.", stacklevel=2)
         return None
     if len(getattr(current, "shape", ())) > 0:
         warnings.warn(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import warnings
 from collections import deque
@@ -16,15 +15,22 @@ from keras_safe_ckpt.storage.atomic import StagedFile
 from keras_safe_ckpt.storage.formats import FORMATS
 from keras_safe_ckpt.storage.lock_backend import Locks
 from keras_safe_ckpt.storage.path_template import PathTemplate
-from keras_safe_ckpt.storage.paths import absolute
-from keras_safe_ckpt.storage.retention import Checkpoint, Retention, Veto, unless_newer
+from keras_safe_ckpt.storage.paths import absolute, refuse_unsafe_target
+from keras_safe_ckpt.storage.retention import (
+    Checkpoint,
+    Retention,
+    SetAside,
+    Veto,
+    unless_newer,
+)
 from keras_safe_ckpt.storage.room import ensure_room
 from keras_safe_ckpt.storage.shared_capture import shared_capture
 from keras_safe_ckpt.storage.snapshot import Snapshot
 from keras_safe_ckpt.storage.store import CheckpointStore
 from keras_safe_ckpt.storage.writer import BackgroundWriter
 
-_log = logging.getLogger(__name__)
+#: A disk that stays full is not worth a warning at each batch.
+_SAID_AT_ONCE = 3
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,7 @@ class SaveRequest:
     monitor: str
     mode: str | None
     veto: Veto = unless_newer
+    set_aside: SetAside | None = None
     retention: Retention | None = None
 
 
@@ -75,13 +82,21 @@ class Saver:
         self._unsaid: deque[str] = deque()
         self._last_size = 0
 
-    def open(self, template: PathTemplate, format: str, worker: str | None) -> None:
-        """Find out now what a save would find out after hours: rights, locks, room."""
+    def use_format(self, format: str) -> None:
+        """What to capture from now on, also where another worker writes it."""
         self._format = format
-        self._worker = worker
         self._store = None
-        self._last_size = 0
         self._failures.clear()
+
+    def open(self, template: PathTemplate, worker: str | None, largest: float) -> None:
+        """Find out now what a save would find out after hours: rights, locks, room.
+
+        The model needs ``largest`` bytes at most: the file of a larger one before says nothing.
+        """
+        self._worker = worker
+        self._last_size = 0
+        for path in template.obstacles():
+            refuse_unsafe_target(path)
         if template.parent.fields:
             start = absolute(os.path.join(template.deepest_fixed_directory(), "."))
             StagedFile(start / "probe").rollback()
@@ -93,11 +108,14 @@ class Saver:
         if previous:
             self._last_size = os.path.getsize(previous[-1])
             with self._tolerated():
-                ensure_room(previous[-1], self._last_size)
+                ensure_room(previous[-1], int(min(self._last_size, largest)))
 
-    def capture(self, model: Any) -> Snapshot:
-        """Capture together with all other workers, whoever of them writes."""
-        return FORMATS[self._format].capture(model, self._scratch)
+    def capture(self, model: Any) -> Snapshot | None:
+        """Capture together with all other workers, whoever writes; None if that is tolerated."""
+        captured: list[Snapshot] = []
+        with self._tolerated(), self._recorded():
+            captured.append(FORMATS[self._format].capture(model, self._scratch))
+        return captured[0] if captured else None
 
     def save(self, source: Any, request: SaveRequest, done: OnDone) -> None:
         """Write a snapshot, or a model as it is now, in the background or at once."""
@@ -106,13 +124,10 @@ class Saver:
             self._writer.wait()
             path = absolute(request.path)
             store = self._store_in(path.parent)
-            try:
-                ensure_room(path, self._last_size, request.step)
+            with self._recorded(file=path.name, step=request.step, epoch=request.epoch):
+                if self._format == "legacy_h5":  # Which Keras writes before its size is known.
+                    ensure_room(path, self._last_size, request.step)
                 snapshot = self._snapshot_of(source)
-            except Exception as error:
-                facts = {"file": path.name, "step": request.step, "epoch": request.epoch}
-                store.events.record("error", error=str(error), kind=type(error).__name__, **facts)
-                raise
 
             def job() -> None:
                 with self._tolerated():
@@ -127,9 +142,10 @@ class Saver:
                         name=path.name,
                         series=request.series,
                         veto=request.veto,
+                        set_aside=request.set_aside,
                         retention=request.retention,
                     )
-                    self._last_size = max(self._last_size, store.last_size)
+                    self._last_size = store.last_size
                     done(checkpoint)
 
             if self._background:
@@ -147,10 +163,6 @@ class Saver:
         """Return when nothing is pending."""
         self._writer.wait()
 
-    @property
-    def busy(self) -> bool:
-        return self._writer.busy
-
     def finish(self) -> None:
         """Wait for the last save; raise what it raised, or say again what went wrong."""
         try:
@@ -159,10 +171,12 @@ class Saver:
             self._store = None
         self._unsaid.clear()
         if self._failures:
-            shown = "\n  ".join(self._failures)
             count = len(self._failures)
             saves = "1 save" if count == 1 else f"{count} saves"
-            warnings.warn(f"{saves} failed during training:\n  {shown}", stacklevel=2)
+            shown = list(dict.fromkeys([self._failures[0], self._failures[-1]]))
+            text = "\n  ".join([f"{saves} failed during training:", *shown])
+            more = "\nAll of them are in events.jsonl." if count > len(shown) else ""
+            warnings.warn(text + more, stacklevel=2)
 
     def forget_interrupted(self) -> None:
         """Before a new run: let what an interrupted one left finish, and say what it met."""
@@ -196,9 +210,20 @@ class Saver:
             if not self._tolerant:
                 raise
             text = f"{type(error).__name__}: {error}"
-            _log.warning("A save failed, training goes on: %s", text)
             self._failures.append(text)
-            self._unsaid.append(f"A save failed, training goes on. {text}")
+            if len(self._failures) <= _SAID_AT_ONCE:
+                self._unsaid.append(f"A save failed, training goes on. {text}")
+
+    @contextmanager
+    def _recorded(self, **facts: Any) -> Iterator[None]:
+        """What fails before the store is asked goes to its log as well."""
+        try:
+            yield
+        except Exception as error:
+            if self._store is not None:
+                kind = type(error).__name__
+                self._store.events.record("error", error=str(error), kind=kind, **facts)
+            raise
 
     def __getstate__(self) -> tuple[Any, ...]:
         return self._settings

@@ -178,7 +178,10 @@ class OpenKerasZip(OpenCheckpoint):
         try:
             document = json.loads(data)[MANIFEST_KEY]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise CorruptCheckpointError(self._path, "it has no manifest of ours") from error
+            raise CorruptCheckpointError(
+                self._path,
+                "it was not written by this library (no manifest); Keras itself may open it",
+            ) from error
         return Manifest.from_json(json.dumps(document).encode(), self._path)
 
     def _check_members(self) -> None:

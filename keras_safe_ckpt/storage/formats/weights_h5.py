@@ -67,7 +67,9 @@ class OpenWeightsH5(OpenCheckpoint):
             file.read_at(max(0, size - _FOOTER_BYTES), memoryview(footer))
             if footer[8:] != _MAGIC:
                 raise CorruptCheckpointError(
-                    path, "it does not end in a manifest of ours (cut off, or of other origin)"
+                    path,
+                    "it is cut off, or was not written by this library (no manifest); Keras itself "
+                    "may open it",
                 )
             length = int.from_bytes(footer[:8], "little")
             if length > min(LARGEST_BYTES, size - _FOOTER_BYTES):
