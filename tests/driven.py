@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from keras_setup import keras
+
+from keras_safe_ckpt import LockManager
+from keras_safe_ckpt.storage.store import LOCK_NAME
 
 
 def tiny_model(value: float = 0.0, loss: Any = "mse") -> Any:
@@ -66,6 +71,15 @@ def drive(
 
 def losses(*values: float) -> list[dict[str, float]]:
     return [{"loss": value, "val_loss": value} for value in values]
+
+
+def saver_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("keras_safe_ckpt")]
+
+
+def held_lock(folder: object = "."):
+    """Whoever holds this keeps every save from being published."""
+    return LockManager().exclusive(os.path.join(folder, LOCK_NAME))
 
 
 def _each(callbacks: Sequence[Any], hook: str, *arguments: Any) -> None:

@@ -19,7 +19,7 @@ import weakref
 
 import numpy as np
 import pytest
-from driven import drive, losses, set_weight, tiny_model, weight
+from driven import drive, held_lock, losses, saver_threads, set_weight, tiny_model, weight
 from keras_setup import keras, mirrored_strategy
 from processes import run_ok, wait_until
 
@@ -39,7 +39,6 @@ from keras_safe_ckpt.storage import manifest as manifest_module
 from keras_safe_ckpt.storage.formats import FORMATS, keras_zip, weights_h5
 from keras_safe_ckpt.storage.shared_capture import is_current, shared_capture
 from keras_safe_ckpt.storage.snapshot import Snapshot, capture
-from keras_safe_ckpt.storage.store import LOCK_NAME
 
 X = np.ones((6, 1), "float32")
 Y = np.zeros((6, 1), "float32")
@@ -72,15 +71,6 @@ def flip_a_bit(path: str, where: float = 0.5) -> None:
         byte = file.read(1)[0]
         file.seek(place)
         file.write(bytes([byte ^ 1]))
-
-
-def saver_threads() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith("keras_safe_ckpt")]
-
-
-def held_lock(folder: object = "."):
-    """Whoever holds this keeps every save from being published."""
-    return LockManager().exclusive(os.path.join(folder, LOCK_NAME))
 
 
 # As Keras does

@@ -24,8 +24,8 @@ class Checkpoint:
 Veto = Callable[[Manifest | None, Manifest], str | None]
 
 
-#: Asked under the lock before a file is replaced: whether it is worth keeping under another name.
-SetAside = Callable[[Manifest], bool]
+#: Asked under the lock, with what is replaced and by what: whether to keep it by another name.
+SetAside = Callable[[Manifest, Manifest], bool]
 
 
 def unless_newer(incumbent: Manifest | None, new: Manifest) -> str | None:

@@ -262,7 +262,7 @@ class CheckpointStore:
                         self.events.record("skip", reason=reason, **facts)
                         return None
                     lock.ensure_held()
-                    self._keep_aside(target, set_aside)
+                    self._keep_aside(target, set_aside, manifest)
                     staged.commit()
                     self._catalog.remember(target, manifest)
                     size = self.last_size = os.path.getsize(target)
@@ -309,9 +309,9 @@ class CheckpointStore:
         # However good its manifest says that it is: damaged, it is worth nothing.
         return veto(None, new)
 
-    def _keep_aside(self, target: Path, set_aside: SetAside | None) -> None:
+    def _keep_aside(self, target: Path, set_aside: SetAside | None, new: Manifest) -> None:
         incumbent = None if set_aside is None else self._incumbent(target)
-        if incumbent is None or set_aside is None or not set_aside(incumbent):
+        if incumbent is None or set_aside is None or not set_aside(incumbent, new):
             return
         number = 2
         while (aside := self.directory / aside_name(target.name, number)).exists():

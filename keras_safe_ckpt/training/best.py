@@ -153,13 +153,13 @@ def is_best_of_others(best: Best, template: PathTemplate, began: float) -> SetAs
     Ours began at ``began``, in this process; what it named itself it may replace.
     """
 
-    def decide(incumbent: Manifest) -> bool:
+    def decide(incumbent: Manifest, new: Manifest) -> bool:
         theirs = best.value_in(incumbent)
         ours = (incumbent.host, incumbent.pid) == (socket.gethostname(), os.getpid())
         if best.mode is None or theirs is None or (ours and incumbent.wall_time >= began):
             return False
         series = of_series(checkpoints_of(template, _ignore), template)
-        values = [best.value_in(checkpoint.manifest) for checkpoint in series]
+        values = [best.value_in(manifest) for manifest in [new, *[c.manifest for c in series]]]
         return not any(value is not None and best.is_better(value, theirs) for value in values)
 
     return decide
