@@ -1,8 +1,9 @@
 """What a checkpoint callback costs a run of `fit`, beside Keras's own and Orbax's.
 
-    python benchmarks/callback.py                  # states of 0.8 and 1.2 GB: about 20 minutes
+    python benchmarks/callback.py                  # states of 0.8 and 1.2 GB: about 25 minutes
     python benchmarks/callback.py --parameters 5e6 # smaller and quicker
     python benchmarks/callback.py --markdown       # the table of the README
+    python benchmarks/callback.py --floor          # beside a thread that only writes the bytes
 
 All callbacks save the same model, each in fits of its own, in turn, in one process; `--rounds`
 times, the order rotating. Blocked is the time that a callback keeps `fit` waiting at the end of
@@ -21,6 +22,7 @@ import shutil
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +33,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import numpy as np
 
 LAYERS = 12
+RAW = "a thread that writes as many bytes"
 
 
 def build_model(parameters: float, optimizer: Any) -> Any:
@@ -96,6 +99,35 @@ def callbacks(folder: Path, whole_model: bool) -> dict[str, Callable[[], Any]]:
     return made
 
 
+def raw_writer(folder: Path, size: int) -> Any:
+    """No checkpoint at all: a thread writes as many bytes, syncs and renames, epoch by epoch."""
+    import keras
+
+    data = np.ones(size, np.uint8).data
+
+    class RawWriter(keras.callbacks.Callback):
+        thread: threading.Thread | None = None
+
+        def write(self) -> None:
+            descriptor = os.open(folder / "ours" / "new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            for start in range(0, size, 8 << 20):
+                os.write(descriptor, data[start : start + (8 << 20)])
+            os.fsync(descriptor)
+            os.close(descriptor)
+            os.replace(folder / "ours" / "new", folder / "ours" / "raw")
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.on_train_end()
+            self.thread = threading.Thread(target=self.write)
+            self.thread.start()
+
+        def on_train_end(self, logs: Any = None) -> None:
+            if self.thread is not None:
+                self.thread.join()
+
+    return RawWriter()
+
+
 class Measured:
     """Seconds blocked at each save and seconds of each whole fit, by the name of the callback."""
 
@@ -109,6 +141,7 @@ def measure_fits(
     folder: Path,
     *,
     whole_model: bool,
+    floor: bool = False,
     rounds: int,
     epochs: int,
     batches: int,
@@ -119,6 +152,10 @@ def measure_fits(
     x = rng.random((batches * rows, width), "float32")
     y = rng.random((batches * rows, model.output_shape[-1]), "float32")
     makers: dict[str, Callable[[], Any] | None] = {"none": None, **callbacks(folder, whole_model)}
+    if floor:
+        size = state_bytes(model)
+        makers = {name: makers[name] for name in ("none", "SafeModelCheckpoint")}
+        makers[RAW] = lambda: raw_writer(folder, size)
     measured = Measured()
 
     def fit(name: str) -> tuple[float, list[float]]:
@@ -214,6 +251,29 @@ def rows_of(
     return table
 
 
+def show_floor(arguments: argparse.Namespace) -> int:
+    """How much of the time of a fit any buffered write in the background takes on this machine."""
+    import keras
+
+    model = build_model(arguments.parameters, keras.optimizers.Adam())
+    with tempfile.TemporaryDirectory(dir=arguments.directory, prefix="ksc-bench-") as name:
+        measured = measure_fits(
+            model,
+            Path(name),
+            whole_model=False,
+            floor=True,
+            rounds=arguments.rounds,
+            epochs=arguments.epochs,
+            batches=arguments.batches,
+            rows=arguments.rows,
+        )
+    fits = {name: statistics.median(values) for name, values in measured.fits.items()}
+    for name, seconds in fits.items():
+        size, ratio = state_bytes(model) / 1e9, seconds / fits["none"]
+        print(f"{size:.1f} GB, whole fit with {name}: {seconds:.2f} s, {ratio:.2f}")
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parameters", type=float, default=100e6, help="of the model (100e6)")
@@ -222,10 +282,13 @@ def main() -> int:
     parser.add_argument("--batches", type=int, default=6, help="batches of an epoch (6)")
     parser.add_argument("--rows", type=int, default=128, help="rows of a batch (128)")
     parser.add_argument("--directory", help="where to write; a temporary one by default")
+    parser.add_argument("--floor", action="store_true", help="compare with a raw write only")
     parser.add_argument("--markdown", action="store_true", help="print a table for the README")
     arguments = parser.parse_args()
     import keras
 
+    if arguments.floor:
+        return show_floor(arguments)
     table: list[Row] = []
     with tempfile.TemporaryDirectory(dir=arguments.directory, prefix="ksc-bench-") as name:
         folder = Path(name) / "fits"

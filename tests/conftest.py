@@ -31,6 +31,21 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture
+def alone_in_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A process that belongs to no cluster, in an empty working directory."""
+    for name in (
+        "TF_CONFIG",
+        "RANK",
+        "WORLD_SIZE",
+        "SLURM_PROCID",
+        "SLURM_NTASKS",
+        "SLURM_STEP_NUM_TASKS",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     """Mounts a real file system with the given options, to fill it up or make it read-only."""
     require_root()

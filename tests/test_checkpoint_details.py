@@ -14,7 +14,17 @@ import weakref
 import numpy as np
 import pytest
 import tensorflow as tf
-from driven import drive, held_lock, losses, saver_threads, set_weight, tiny_model, weight
+from driven import (
+    drive,
+    files,
+    flip_a_bit,
+    held_lock,
+    losses,
+    saver_threads,
+    set_weight,
+    tiny_model,
+    weight,
+)
 from keras_setup import keras
 from processes import wait_until
 
@@ -39,37 +49,7 @@ from keras_safe_ckpt.training.keeping import Keeping
 
 from keras.src.saving import saving_lib  # isort: skip
 
-CLUSTER = (
-    "TF_CONFIG",
-    "RANK",
-    "WORLD_SIZE",
-    "SLURM_PROCID",
-    "SLURM_NTASKS",
-    "SLURM_STEP_NUM_TASKS",
-)
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch, tmp_path):
-    for name in CLUSTER:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)
-
-
-def files(folder: object = ".") -> list[str]:
-    """What a user sees: no events, no locks."""
-    return sorted(
-        name for name in os.listdir(folder) if not name.startswith(".") and name != "events.jsonl"
-    )
-
-
-def flip_a_bit(path: str, where: float = 0.3) -> None:
-    with open(path, "rb+") as file:
-        place = int(os.path.getsize(path) * where)
-        file.seek(place)
-        byte = file.read(1)[0]
-        file.seek(place)
-        file.write(bytes([byte ^ 1]))
+pytestmark = pytest.mark.usefixtures("alone_in_a_folder")
 
 
 @pytest.fixture

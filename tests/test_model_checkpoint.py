@@ -19,7 +19,17 @@ import weakref
 
 import numpy as np
 import pytest
-from driven import drive, held_lock, losses, saver_threads, set_weight, tiny_model, weight
+from driven import (
+    drive,
+    files,
+    flip_a_bit,
+    held_lock,
+    losses,
+    saver_threads,
+    set_weight,
+    tiny_model,
+    weight,
+)
 from keras_setup import keras, mirrored_strategy
 from processes import run_ok, wait_until
 
@@ -42,35 +52,12 @@ from keras_safe_ckpt.storage.snapshot import Snapshot, capture
 
 X = np.ones((6, 1), "float32")
 Y = np.zeros((6, 1), "float32")
-NO_CLUSTER = ("TF_CONFIG", "RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS")
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch, tmp_path):
-    for name in NO_CLUSTER:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)
-
-
-def files(folder: object = ".") -> list[str]:
-    """What a user sees: no events, no locks."""
-    return sorted(
-        name for name in os.listdir(folder) if not name.startswith(".") and name != "events.jsonl"
-    )
+pytestmark = pytest.mark.usefixtures("alone_in_a_folder")
 
 
 def events(kind: str, folder: str = ".") -> list[dict]:
     with open(f"{folder}/events.jsonl") as file:
         return [e for e in map(json.loads, file) if e["event"] == kind]
-
-
-def flip_a_bit(path: str, where: float = 0.5) -> None:
-    with open(path, "rb+") as file:
-        place = int(os.path.getsize(path) * where)
-        file.seek(place)
-        byte = file.read(1)[0]
-        file.seek(place)
-        file.write(bytes([byte ^ 1]))
 
 
 # As Keras does
@@ -562,6 +549,19 @@ def test_wrong_ending_in_an_attribute_is_found_before_training(path):
     callback.filepath = path
     with pytest.raises(ValueError, match="Expected a filepath that ends in"):
         drive(callback, losses(0.1))
+
+
+def test_direction_is_that_of_the_monitor_that_is_set_now():
+    callback = SafeModelCheckpoint("m.keras", save_best_only=True)
+    drive(callback, losses(0.5))
+    callback.filepath, callback.monitor = "n.keras", "hits"
+    model = tiny_model()
+    model.compile("sgd", "mse", metrics=[keras.metrics.BinaryAccuracy(name="hits")])
+    model.fit(X, Y, verbose=0, callbacks=[callback])
+    assert CheckpointStore(".").verify("n.keras").mode == "max"
+    callback.filepath, callback.monitor = "o.keras", "novelty"
+    with pytest.raises(ValueError, match="novelty"):
+        drive(callback, [{"novelty": 1.0}])
 
 
 def test_wrong_attribute_is_found_before_training():
@@ -1250,22 +1250,6 @@ def test_what_was_not_judged_is_not_the_best():
     assert weight(SafeModelCheckpoint.load_best("n.keras", mode="max")) == 1.0
 
 
-def test_directory_that_cannot_be_listed_hides_nothing_else(monkeypatch, caplog):
-    drive(SafeModelCheckpoint("m.keras"), losses(0.5))
-    real = os.listdir
-
-    def listdir(path="."):
-        if str(path).endswith("locked"):
-            raise PermissionError(13, "Permission denied", str(path))
-        return real(path)
-
-    os.makedirs("worker-1")
-    os.symlink("locked", "worker-2")
-    os.makedirs("locked")
-    monkeypatch.setattr(os, "listdir", listdir)
-    assert weight(SafeModelCheckpoint.load_latest("m.keras")) == 1.0
-
-
 # The format of Keras 2
 
 
@@ -1285,6 +1269,21 @@ def test_legacy_files_are_published_the_same_way():
     flip_a_bit("m.h5")
     with pytest.raises(CorruptCheckpointError):
         SafeModelCheckpoint.load_latest("m.h5")
+
+
+@pytest.mark.parametrize("names", [["m.keras", "m.h5"], ["m.h5", "m.keras"]])
+def test_legacy_files_do_not_share_a_capture(names):
+    callbacks = [SafeModelCheckpoint(name) for name in names]
+    model = tiny_model(3.0, loss=keras.losses.MeanSquaredError())
+    with held_lock():
+        for callback in callbacks:
+            callback.set_model(model)
+            callback.on_train_begin()
+        for callback in callbacks:
+            callback.on_epoch_end(0, {})
+    for callback in callbacks:
+        callback.on_train_end()
+    assert [weight(name) for name in names] == [3.0, 3.0]
 
 
 def test_legacy_file_into_a_model_says_that_the_optimizer_is_left(caplog):

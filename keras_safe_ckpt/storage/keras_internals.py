@@ -251,6 +251,7 @@ def better_direction(callback: Any) -> str:
     ask = getattr(callback, "_set_monitor_op", None)
     if ask is None:
         return _direction_by_name(callback.monitor)
+    callback.monitor_op = None  # Keras would go on with that of another monitor before.
     ask()
     return "min" if callback.monitor_op is import_keras().ops.less else "max"
 

@@ -15,9 +15,9 @@ def ensure_room(target: Path, needed_bytes: int, step: int | None = None) -> Non
     The old file stays until the new one is whole, so its space does not count.
     """
     directory = target.parent
-    while not directory.exists() and directory != directory.parent:
-        directory = directory.parent  # It will be made when it is needed.
     try:
+        while not directory.exists() and directory != directory.parent:
+            directory = directory.parent  # It will be made when it is needed.
         free = shutil.disk_usage(directory).free
     except OSError as error:
         raise CheckpointWriteError(target, error, step) from error

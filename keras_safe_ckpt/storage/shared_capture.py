@@ -50,7 +50,7 @@ def _serves(snapshot: Snapshot, format: StorageFormat, model: Any, had: tuple[in
     Between two callbacks at the same moment a third may have changed anything: swapped the
     weights, set a rate, added a layer, compiled the model anew.
     """
-    if not snapshot.groups or snapshot.assets or _variables(model) != had:
+    if snapshot.assets or _variables(model) != had:
         return False
     if not is_current(snapshot):
         return False

@@ -156,7 +156,7 @@ def is_best_of_others(best: Best, template: PathTemplate, began: float) -> SetAs
     def decide(incumbent: Manifest, new: Manifest) -> bool:
         theirs = best.value_in(incumbent)
         ours = (incumbent.host, incumbent.pid) == (socket.gethostname(), os.getpid())
-        if best.mode is None or theirs is None or (ours and incumbent.wall_time >= began):
+        if theirs is None or (ours and incumbent.wall_time >= began):
             return False
         series = of_series(checkpoints_of(template, _ignore), template)
         values = [best.value_in(manifest) for manifest in [new, *[c.manifest for c in series]]]

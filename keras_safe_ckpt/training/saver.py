@@ -118,10 +118,11 @@ class Saver:
         return captured[0] if captured else None
 
     def save(self, source: Any, request: SaveRequest, done: OnDone) -> None:
-        """Write a snapshot, or a model as it is now, in the background or at once."""
+        """Write a snapshot, or a model as it is now, in the background or at once.
+
+        Call `wait` first: memory should hold one snapshot, not two.
+        """
         with self._tolerated():
-            # Before the capture, so that memory never holds two.
-            self._writer.wait()
             path = absolute(request.path)
             store = self._store_in(path.parent)
             with self._recorded(file=path.name, step=request.step, epoch=request.epoch):
@@ -188,6 +189,8 @@ class Saver:
     def _snapshot_of(self, source: Any) -> Snapshot:
         if isinstance(source, Snapshot):
             return source
+        if self._format == "legacy_h5":  # Holds the bytes of a file, which serve nobody else.
+            return FORMATS[self._format].capture(source, self._scratch)
         return shared_capture(FORMATS[self._format], source, self._scratch)
 
     @property
