@@ -135,7 +135,7 @@ def test_plain_keras_and_h5py_files_are_not_ours(tmp_path):
     store = CheckpointStore(tmp_path)
     with h5py.File(tmp_path / "plain.weights.h5", "w") as file:
         file["layers/dense/vars/0"] = np.ones(3)
-    with pytest.raises(CorruptCheckpointError, match="does not end in a manifest"):
+    with pytest.raises(CorruptCheckpointError, match="not written by this library"):
         store.verify("plain.weights.h5")
 
 
