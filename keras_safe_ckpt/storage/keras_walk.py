@@ -1,6 +1,6 @@
 """Keras's walk over the attributes of an object, without listing them anew at each save.
 
-Keras sorts `dir` of every layer, loss, metric and optimizer each time; that is most of what a
+Keras sorts `dir` of every layer, loss, metric and optimizer each time, a good part of what a
 capture costs. The result depends on the class and on the names in the instance's dictionary
 alone, so it is remembered by these. The private function that does it is replaced only while we
 walk, and only if it is, to the letter, one that is known here.
