@@ -12,7 +12,7 @@ import numpy as np
 from keras_setup import keras
 
 from keras_safe_ckpt import LockManager
-from keras_safe_ckpt.storage.store import LOCK_NAME
+from keras_safe_ckpt.storage.publishing import LOCK_NAME
 
 
 def tiny_model(value: float = 0.0, loss: Any = "mse") -> Any:

@@ -29,7 +29,7 @@ from keras_safe_ckpt import (
     LockTimeoutError,
     UnsafePathError,
 )
-from keras_safe_ckpt.storage.store import LOCK_NAME
+from keras_safe_ckpt.storage.publishing import LOCK_NAME, Publisher
 
 
 @pytest.fixture(params=["weights_h5", "keras"])
@@ -257,7 +257,7 @@ def test_of_two_at_the_same_moment_the_later_capture_stays(store, monkeypatch):
             fast.publish(make_snapshot(2), step=200, name=name)
             return real(staged, snapshot, draft)
 
-    monkeypatch.setattr(CheckpointStore, "_next_sequence", lambda self: 7)
+    monkeypatch.setattr(Publisher, "_next_sequence", lambda self: 7)
     slow = CheckpointStore(store.directory, format=Overtaken())
     assert slow.publish(make_snapshot(1), step=100, name=name) is None
     assert stored_seed(store) == 2

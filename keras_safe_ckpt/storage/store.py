@@ -15,28 +15,22 @@ import numpy as np
 
 from keras_safe_ckpt.errors import (
     CheckpointNotFoundError,
-    CheckpointWriteError,
-    CorruptCheckpointError,
-    IncompatibleCheckpointError,
-    UnreadableCheckpointError,
 )
-from keras_safe_ckpt.storage.atomic import StagedFile, sweep_orphans
+from keras_safe_ckpt.storage.atomic import StagedFile
 from keras_safe_ckpt.storage.catalog import Catalog, OnSkip
-from keras_safe_ckpt.storage.events import EventLog, position
+from keras_safe_ckpt.storage.events import EventLog
 from keras_safe_ckpt.storage.formats import FORMATS, format_of
-from keras_safe_ckpt.storage.formats.format import EXTRA_GROUP, StorageFormat, read_back
+from keras_safe_ckpt.storage.formats.format import EXTRA_GROUP, StorageFormat
 from keras_safe_ckpt.storage.lock_backend import Locks
 from keras_safe_ckpt.storage.locks import LockManager
 from keras_safe_ckpt.storage.manifest import Manifest, describe_writer
-from keras_safe_ckpt.storage.path_template import aside_name
 from keras_safe_ckpt.storage.paths import (
     absolute,
     make_directory,
     refuse_unsafe_name,
-    refuse_unsafe_target,
-    sync_directory,
 )
 from keras_safe_ckpt.storage.pruning import Pruner
+from keras_safe_ckpt.storage.publishing import LOCK_NAME, Publisher
 from keras_safe_ckpt.storage.restore import load_file, load_first_whole, none_is_whole
 from keras_safe_ckpt.storage.retention import (
     Checkpoint,
@@ -45,12 +39,8 @@ from keras_safe_ckpt.storage.retention import (
     Veto,
     unless_newer,
 )
-from keras_safe_ckpt.storage.room import ensure_room
 from keras_safe_ckpt.storage.snapshot import Snapshot, freeze
 from keras_safe_ckpt.storage.writer import BackgroundWriter
-
-#: The lock of a directory is the file `.keras_safe_ckpt.lock` in it.
-LOCK_NAME = "keras_safe_ckpt"
 
 
 class CheckpointStore:
@@ -96,11 +86,8 @@ class CheckpointStore:
         self.events = EventLog(self.directory)
         self._catalog = Catalog(self.directory, format.suffix)
         self._pruner = Pruner(self._catalog, self.events)
+        self._publisher = Publisher(format, self.locks, self._catalog, self._pruner, self.events)
         self._writer = BackgroundWriter()
-        self._next_sweep = 0.0
-        #: Of the file that was published last; 0 before the first.
-        self.last_size = 0
-        self._overhead = 0
 
     def publish(
         self,
@@ -159,7 +146,7 @@ class CheckpointStore:
         )
 
         def save() -> Checkpoint | None:
-            return self._save(snapshot, draft, name, veto, set_aside, retention)
+            return self._publisher.publish(snapshot, draft, veto, set_aside, retention)
 
         if background:
             self._writer.submit(save)
@@ -222,6 +209,15 @@ class CheckpointStore:
                 if name.startswith(prefix)
             }
 
+    def check_target(self, name: str) -> None:
+        """Raise if a save under this name could not replace what is there."""
+        self._publisher.check_target(name)
+
+    @property
+    def last_size(self) -> int:
+        """Of the file that was published last; 0 before the first."""
+        return self._publisher.last_size
+
     def prune(self, policy: Retention) -> list[Path]:
         """Delete what ``policy`` does not keep; return what was deleted.
 
@@ -233,106 +229,12 @@ class CheckpointStore:
         with self.locks.exclusive(self.directory / LOCK_NAME) as lock:
             return self._pruner.prune_each_series(policy, lock)
 
-    def _save(
-        self,
-        snapshot: Snapshot,
-        draft: Manifest,
-        name: str,
-        veto: Veto,
-        set_aside: SetAside | None,
-        retention: Retention | None,
-    ) -> Checkpoint | None:
-        """The way of a checkpoint; runs on whichever thread saves."""
-        began = time.perf_counter()
-        target = self.directory / name
-        facts = position(draft, name)
-        try:
-            self._sweep()
-            # What the structure of a file takes is known from the last one.
-            ensure_room(target, snapshot.nbytes + self._overhead, draft.step)
-            draft = replace(draft, sequence=self._next_sequence())
-            with StagedFile(target, step=draft.step) as staged:
-                manifest = self.format.write(staged, snapshot, draft)
-                staged.sync()
-                read_back(self.format, staged, manifest)
-                # Locked only now, for milliseconds: the bytes are on the disk already.
-                with self.locks.exclusive(self.directory / LOCK_NAME) as lock:
-                    reason = self._reason_to_keep(target, veto, manifest)
-                    if reason is not None:
-                        self.events.record("skip", reason=reason, **facts)
-                        return None
-                    lock.ensure_held()
-                    self._keep_aside(target, set_aside, manifest)
-                    staged.commit()
-                    self._catalog.remember(target, manifest)
-                    size = self.last_size = os.path.getsize(target)
-                    self._overhead = max(0, size - snapshot.nbytes)
-                    if retention is not None:
-                        self._pruner.prune_around(Checkpoint(target, manifest), retention, lock)
-        except BaseException as error:
-            self.events.record("error", error=str(error), kind=type(error).__name__, **facts)
-            raise
-        self.events.record(
-            "save",
-            **facts,
-            sequence=manifest.sequence,
-            metrics=dict(manifest.metrics),
-            bytes=size,
-            blocked_seconds=snapshot.seconds,
-            seconds=time.perf_counter() - began,
-        )
-        return Checkpoint(target, manifest)
-
     def _snapshot(self, source: Any, extra_arrays: Mapping[str, Any]) -> Snapshot:
         snapshot = (
             source if isinstance(source, Snapshot) else self.format.capture(source, self.directory)
         )
         added = {f"{EXTRA_GROUP}/{_checked_key(k)}": freeze(v) for k, v in extra_arrays.items()}
         return replace(snapshot, arrays={**snapshot.arrays, **added})
-
-    def _next_sequence(self) -> int:
-        # The clock, so that what cannot be read at the moment counts as well; more than all
-        # that can be seen, should the clock have been set back.
-        seen = max((c.manifest.sequence for c in self.checkpoints()), default=0)
-        return max(seen + 1, int(time.time() * 1000))
-
-    def check_target(self, name: str) -> None:
-        """Raise if a save under this name could not replace what is there."""
-        refuse_unsafe_name(name, self.directory)
-        refuse_unsafe_target(self.directory / name)
-        self._incumbent(self.directory / name)
-
-    def _reason_to_keep(self, target: Path, veto: Veto, new: Manifest) -> str | None:
-        reason = veto(self._incumbent(target), new)
-        if reason is None or self._catalog.is_whole(target, self.events.report_skip):
-            return reason
-        # However good its manifest says that it is: damaged, it is worth nothing.
-        return veto(None, new)
-
-    def _keep_aside(self, target: Path, set_aside: SetAside | None, new: Manifest) -> None:
-        incumbent = None if set_aside is None else self._incumbent(target)
-        if incumbent is None or set_aside is None or not set_aside(incumbent, new):
-            return
-        number = 2
-        while (aside := self.directory / aside_name(target.name, number)).exists():
-            number += 1
-        try:
-            os.link(target, aside)  # Both names, until the rename takes the first one.
-            sync_directory(self.directory)
-        except OSError as error:
-            raise CheckpointWriteError(aside, error) from error
-        self.events.record("set_aside", file=target.name, now=aside.name)
-
-    def _incumbent(self, target: Path) -> Manifest | None:
-        try:
-            return self._catalog.manifest_of(target)
-        except (CheckpointNotFoundError, CorruptCheckpointError):
-            return None  # Nothing there, or nothing that is worth keeping.
-        except (IncompatibleCheckpointError, UnreadableCheckpointError) as error:
-            # It may be better than ours, or written by a newer version: hands off.
-            raise CheckpointWriteError(
-                target, f"what is in place cannot be compared with it: {error}"
-            ) from error
 
     def _load_newest(
         self, model: Any, custom_objects: Mapping[str, Any] | None
@@ -357,17 +259,6 @@ class CheckpointStore:
 
     def _resolved(self, path: str | os.PathLike[str]) -> Path:
         return absolute(self.directory / path)
-
-    def _sweep(self) -> None:
-        """Remove what dead writers left; rarely where looking takes long (a huge directory)."""
-        began = time.monotonic()
-        if began < self._next_sweep:
-            return
-        swept = sweep_orphans(self.directory) if self.directory.is_dir() else []
-        ended = time.monotonic()
-        self._next_sweep = ended + 20 * (ended - began)
-        if swept:
-            self.events.record("sweep", files=swept)
 
 
 def _checked_key(key: str) -> str:
