@@ -198,6 +198,7 @@ class LockContract:
         with locks.shared(path, timeout=PATIENCE) as held, locks.shared(path, PATIENCE) as other:
             held.ensure_held()
             other.ensure_held()
+            self.assert_locked(locks, path, "exclusive")
 
     def test_a_reader_keeps_writers_out(self, locks, path, hold):
         reader = hold("shared")
@@ -447,6 +448,7 @@ class LockContract:
         locks.exclusive(path).__enter__()
         with locks.exclusive(path, timeout=PATIENCE) as held:
             held.ensure_held()
+            self.assert_locked(locks, path)
 
     def test_killed_holder_frees_the_lock(self, locks, path, hold):
         holder = hold("exclusive")

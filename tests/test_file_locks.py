@@ -332,8 +332,9 @@ class TestFileLocks(LockContract):
         with locks.exclusive(path) as held:
             copy = os.dup(held._fd)  # what such a child has: the same open file
         try:
-            with locks.exclusive(path, timeout=0):
-                pass
+            with locks.exclusive(path, timeout=0) as again:
+                again.ensure_held()
+                self.assert_locked(locks, path)
         finally:
             os.close(copy)
 

@@ -150,4 +150,6 @@ def test_files_that_would_overwrite_each_other_are_noticed(keeping, path):
     ],
 )
 def test_files_with_names_of_their_own_are_fine(keeping, path):
-    keeping.ensure_fits(PathTemplate(path), by_batch=False)
+    keeping.ensure_fits(PathTemplate(path), by_batch=False)  # Raises nothing, and rightly so:
+    names = {path.format(epoch=epoch, worker=0, val_loss=0.5) for epoch in range(1, 200)}
+    assert len(names) == (199 if "{epoch}" in path else 1)
