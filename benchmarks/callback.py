@@ -3,6 +3,7 @@
     python benchmarks/callback.py                  # states of 0.8 and 1.2 GB: about 25 minutes
     python benchmarks/callback.py --parameters 5e6 # smaller and quicker
     python benchmarks/callback.py --markdown       # the table of the README
+    python benchmarks/callback.py --small          # the small model and the idle batch only
     python benchmarks/callback.py --floor          # beside a thread that only writes the bytes
 
 All callbacks save the same model, each in fits of its own, in turn, in one process; `--rounds`
@@ -282,6 +283,7 @@ def main() -> int:
     parser.add_argument("--batches", type=int, default=6, help="batches of an epoch (6)")
     parser.add_argument("--rows", type=int, default=128, help="rows of a batch (128)")
     parser.add_argument("--directory", help="where to write; a temporary one by default")
+    parser.add_argument("--small", action="store_true", help="leave the large models out")
     parser.add_argument("--floor", action="store_true", help="compare with a raw write only")
     parser.add_argument("--markdown", action="store_true", help="print a table for the README")
     arguments = parser.parse_args()
@@ -293,7 +295,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=arguments.directory, prefix="ksc-bench-") as name:
         folder = Path(name) / "fits"
         folder.mkdir()
-        for optimizer in (keras.optimizers.SGD(momentum=0.9), keras.optimizers.Adam()):
+        large = (keras.optimizers.SGD(momentum=0.9), keras.optimizers.Adam())
+        for optimizer in () if arguments.small else large:
             model = build_model(arguments.parameters, optimizer)
             size = f"{state_bytes(model) / 1e9:.1f} GB"
             for whole_model in (False, True):
