@@ -485,9 +485,8 @@ def test_no_descriptor_leaks(tmp_path):
 
 
 def test_short_writes_are_continued(tmp_path, monkeypatch):
-    real = os.write
-    monkeypatch.setattr(os, "write", lambda fd, data: real(fd, bytes(data[:7])))
-    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real_pwrite(fd, bytes(data[:3]), at))
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real(fd, bytes(data[:3]), at))
     with StagedFile(tmp_path / "file") as staged:
         staged.write(b"0123456789" * 10)
         staged.write_at(5, b"abcdefgh")
@@ -496,9 +495,6 @@ def test_short_writes_are_continued(tmp_path, monkeypatch):
     expected = bytearray(b"0123456789" * 10)
     expected[5:13] = b"abcdefgh"
     assert (tmp_path / "file").read_bytes() == expected
-
-
-real_pwrite = os.pwrite
 
 
 def test_wait_helper_fails_when_nothing_happens():

@@ -14,6 +14,7 @@ import pickle
 import re
 import shutil
 import threading
+import time
 import warnings
 import weakref
 
@@ -265,6 +266,30 @@ def test_training_goes_on_while_the_save_is_written():
     callback.on_train_end()
     assert weight("m.keras") == 1.0
     assert saver_threads() == []
+
+
+@pytest.mark.parametrize("name", ["m.weights.h5", "m.keras"])
+def test_training_thread_does_no_more_for_a_large_model_than_for_a_small_one(name):
+    """The processor time of the thread: a copy of 200 MB would be most of it."""
+
+    def work(width: int) -> float:
+        model = keras.Sequential([keras.Input((width,)), keras.layers.Dense(width)])
+        model.compile(keras.optimizers.SGD(momentum=0.9), "mse")
+        model.optimizer.build(model.trainable_variables)
+        callback = SafeModelCheckpoint(f"{width}/{name}", save_weights_only="weights" in name)
+        callback.set_model(model)
+        callback.on_train_begin()
+        took = []
+        for epoch in range(8):
+            callback._saver.wait()
+            began = time.thread_time()
+            callback.on_epoch_end(epoch, {"val_loss": 0.5})
+            took.append(time.thread_time() - began)
+        callback.on_train_end()
+        return min(took)
+
+    small, large = work(2), work(5000)
+    assert large < 3 * small
 
 
 def test_foreground_saves_are_durable_when_the_epoch_ends():

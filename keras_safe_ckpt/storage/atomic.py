@@ -3,7 +3,7 @@
 The stages of a `StagedFile`, in this order::
 
     open      a unique temporary file beside the target, so that the rename cannot cross devices
-    write     by the caller, through the descriptor
+    write     by the caller, front to back
     sync      fsync: the bytes are on the disk before the name points to them
     commit    os.replace, then fsync of the directory: the name is on the disk as well
     rollback  instead of commit: the temporary file is removed, the target is untouched
@@ -24,6 +24,7 @@ from pathlib import Path
 from types import TracebackType
 
 from keras_safe_ckpt.errors import CheckpointWriteError
+from keras_safe_ckpt.storage.block_writer import BlockWriter
 from keras_safe_ckpt.storage.locks import claim, relax
 from keras_safe_ckpt.storage.paths import (
     absolute,
@@ -58,7 +59,8 @@ class StagedFile:
         make_directory(self.target.parent)
         self._synced = False
         with self._translated():
-            self.temp_path, self.descriptor = _open_unique(self.target)
+            self.temp_path, self._descriptor = _open_unique(self.target)
+        self._blocks = BlockWriter(self.temp_path, self._descriptor)
 
     def __enter__(self) -> StagedFile:
         return self
@@ -71,28 +73,27 @@ class StagedFile:
     ) -> None:
         self.rollback()
 
-    def write(self, data: bytes | memoryview) -> int:
-        """Append all of ``data``, also where the system takes it piece by piece."""
-        view = memoryview(data).cast("B")
+    @property
+    def size(self) -> int:
+        """How many bytes were written."""
+        return self._blocks.size
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append all of ``data``; what fails may be raised by a later call, at last by `sync`."""
         with self._translated():
-            written = 0
-            while written < len(view):
-                written += os.write(self.descriptor, view[written:])
-        return len(view)
+            self._blocks.append(memoryview(data).cast("B"))
 
     def write_at(self, offset: int, data: bytes | memoryview) -> None:
         """Overwrite a part that was written before."""
-        view = memoryview(data).cast("B")
         with self._translated():
-            written = 0
-            while written < len(view):
-                written += os.pwrite(self.descriptor, view[written:], offset + written)
+            self._blocks.write_at(offset, memoryview(data).cast("B"))
 
     def sync(self) -> None:
         # A failed fsync is final: the kernel may have dropped the pages and report success
         # the next time. The only way on is a new file.
         with self._translated():
-            _sync_to_device(self.descriptor)
+            self._blocks.flush()
+            _sync_to_device(self._descriptor)
         self._synced = True
 
     def commit(self) -> None:
@@ -111,7 +112,7 @@ class StagedFile:
             # published file (HDF5 locks what it reads), and must not go before the rename (a
             # sweeper in another container would take the file for abandoned).
             with contextlib.suppress(OSError):
-                relax(self.descriptor)
+                relax(self._descriptor)
             os.replace(self.temp_path, self.target)
             self._close()
 
@@ -130,7 +131,8 @@ class StagedFile:
             _log.warning("Left %s behind: %s", self.temp_path, error)
 
     def _close(self) -> None:
-        descriptor, self.descriptor = self.descriptor, -1
+        self._blocks.close()
+        descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
 

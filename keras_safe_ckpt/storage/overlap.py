@@ -1,76 +1,74 @@
-"""Write one chunk while the next one is being prepared."""
+"""Write one block while the next one is being filled."""
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
-from types import TracebackType
+from typing import Protocol
+
+
+class BlockSink(Protocol):
+    """Where blocks go, on the thread that writes them."""
+
+    def write(self, offset: int, block: memoryview) -> None:
+        """Write all of it."""
+
+    def close(self) -> None:
+        """Nothing more will come."""
 
 
 class OverlappedWriter:
-    """Hands chunks to ``write`` on a thread of its own, in order, at most two ahead.
+    """Hands blocks to ``sink`` on a thread of its own, one at a time, in order.
 
-    The checksum of a chunk and the system call that writes the one before then run at the same
-    time: both leave the interpreter free. An error of ``write`` is raised by a later call, at the
-    latest by `drain`. The chunks must stay unchanged until then.
+    Filling a block (and hashing what goes into it) and the system call that writes the one before
+    then run at the same time: both leave the interpreter free. An error is raised by the next
+    call, and nothing is written after it. A block must stay unchanged until the next call returns.
     """
 
-    def __init__(self, write: Callable[[memoryview], object]) -> None:
-        self._write = write
-        self._queue: queue.Queue[memoryview | None] = queue.Queue(maxsize=2)
+    def __init__(self, sink: BlockSink) -> None:
+        self._sink = sink
+        self._queue: queue.Queue[tuple[int, memoryview] | None] = queue.Queue()
         self._error: BaseException | None = None
         # A daemon: a Ctrl-C at the wrong moment may leave it without anybody who ends it, and
         # the program must end all the same. Whoever saves waits for it by `drain`.
-        self._thread: threading.Thread | None = threading.Thread(
-            target=self._run, name="keras_safe_ckpt-write", daemon=True
-        )
-
-    def __enter__(self) -> OverlappedWriter:
-        assert self._thread is not None
+        thread = threading.Thread(target=self._run, name="keras_safe_ckpt-write", daemon=True)
+        self._thread: threading.Thread | None = thread
         try:
-            self._thread.start()
+            thread.start()
         except RuntimeError:
             # An interpreter that is shutting down starts no threads, and the save that it
             # waits for must still be finished: one thing after the other, then.
             self._thread = None
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join()
-
-    def write(self, chunk: memoryview) -> None:
-        """Write ``chunk`` after those before it, soon."""
-        self._raise_error()
+    def write(self, offset: int, block: memoryview) -> None:
+        """Begin to write ``block``; the one before is written when this returns."""
+        self.drain()
         if self._thread is None:
-            self._write(chunk)
+            self._sink.write(offset, block)
         else:
-            self._queue.put(chunk)
+            self._queue.put((offset, block))
 
     def drain(self) -> None:
         """Return when everything is written."""
         self._queue.join()
-        self._raise_error()
-
-    def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
 
+    def close(self) -> None:
+        """End the thread and close the sink, when what was begun is written."""
+        if self._thread is None:
+            self._sink.close()
+        else:
+            self._queue.put(None)
+            self._thread.join()
+
     def _run(self) -> None:
-        chunk: memoryview | None = memoryview(b"")
-        while chunk is not None:
-            chunk = self._queue.get()
+        while (block := self._queue.get()) is not None:
             try:
-                if chunk is not None and self._error is None:
-                    self._write(chunk)
+                if self._error is None:
+                    self._sink.write(*block)
             except BaseException as error:  # noqa: BLE001  # not swallowed: raised by the next call
                 self._error = error
             finally:
                 self._queue.task_done()
+        self._sink.close()

@@ -8,7 +8,6 @@ and unpack the whole archive to the temporary directory at every load.
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import os
 import struct
@@ -29,9 +28,8 @@ from keras_safe_ckpt.storage.formats.format import (
     opened_for_reading,
 )
 from keras_safe_ckpt.storage.formats.hdf5_image import CHUNK_BYTES, ImageWriter
-from keras_safe_ckpt.storage.formats.seekable import FileWindow
+from keras_safe_ckpt.storage.formats.seekable import FileWindow, SeekableFile
 from keras_safe_ckpt.storage.manifest import LARGEST_BYTES, Manifest
-from keras_safe_ckpt.storage.overlap import OverlappedWriter
 from keras_safe_ckpt.storage.snapshot import Snapshot, capture
 
 MANIFEST_KEY = "keras_safe_ckpt"
@@ -56,19 +54,17 @@ class KerasZip:
             _CONFIG: snapshot.config.encode(),
             **{f"assets/{name}": data for name, data in snapshot.assets.items()},
         }
-        with OverlappedWriter(staged.write) as overlapped:
-            with zipfile.ZipFile(_ZipTarget(staged, overlapped), "w") as archive:
-                for name, data in members.items():
-                    _add(archive, name, [memoryview(data)], len(data))
-                _add(archive, _WEIGHTS, writer.chunks(), writer.size)
-                checksum = archive.getinfo(_WEIGHTS).CRC
-                manifest = dataclasses.replace(
-                    writer.complete(draft),
-                    members={**_digests(members), _WEIGHTS: f"crc32:{checksum:08x}"},
-                )
-                metadata = _with_manifest(snapshot.metadata, manifest)
-                _add(archive, _METADATA, [memoryview(metadata)], len(metadata))
-            overlapped.drain()
+        with zipfile.ZipFile(_ZipTarget(staged), "w") as archive:
+            for name, data in members.items():
+                _add(archive, name, [memoryview(data)], len(data))
+            _add(archive, _WEIGHTS, writer.chunks(), writer.size)
+            checksum = archive.getinfo(_WEIGHTS).CRC
+            manifest = dataclasses.replace(
+                writer.complete(draft),
+                members={**_digests(members), _WEIGHTS: f"crc32:{checksum:08x}"},
+            )
+            metadata = _with_manifest(snapshot.metadata, manifest)
+            _add(archive, _METADATA, [memoryview(metadata)], len(metadata))
         return manifest
 
     def open(self, path: Path) -> OpenCheckpoint:
@@ -95,30 +91,24 @@ def _add(archive: zipfile.ZipFile, name: str, chunks: Iterable[memoryview], size
             member.write(chunk)
 
 
-class _ZipTarget(io.RawIOBase):
-    """The staged file as `zipfile` wants it, which computes a checksum while we write."""
+class _ZipTarget(SeekableFile):
+    """The staged file as `zipfile` wants it, which goes back to complete the header of a member."""
 
-    def __init__(self, staged: StagedFile, overlapped: OverlappedWriter) -> None:
-        super().__init__()
+    def __init__(self, staged: StagedFile) -> None:
+        super().__init__(staged.size)
         self._staged = staged
-        self._overlapped = overlapped
 
     def writable(self) -> bool:
         return True
 
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._overlapped.drain()
-        return os.lseek(self._staged.descriptor, offset, whence)
-
-    def tell(self) -> int:
-        return self.seek(0, os.SEEK_CUR)
-
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        self._overlapped.write(view)
+        if self._position == self.size:
+            self._staged.write(view)
+        else:
+            self._staged.write_at(self._position, view)
+        self._position += len(view)
+        self.size = self._staged.size
         return len(view)
 
 
