@@ -34,6 +34,10 @@ def write_content(path: Path, pieces: int = 777_777) -> None:
         staged.commit()
 
 
+def writing_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "keras_safe_ckpt-write"]
+
+
 def open_descriptors() -> set[str]:
     return {f"{name}->{os.readlink(f'/proc/self/fd/{name}')}" for name in _listed()}
 
@@ -50,7 +54,7 @@ def test_every_byte_arrives(tmp_path, pieces):
     write_content(tmp_path / "file", pieces)
     assert (tmp_path / "file").read_bytes() == CONTENT
     assert open_descriptors() == before
-    assert not [t for t in threading.enumerate() if t.name == "keras_safe_ckpt-write"]
+    assert writing_threads() == []
 
 
 def test_parts_are_overwritten_wherever_they_are(tmp_path):
@@ -74,6 +78,15 @@ def test_more_can_be_written_after_a_sync(tmp_path):
         staged.sync()
         staged.commit()
     assert (tmp_path / "file").read_bytes() == CONTENT
+
+
+def test_nothing_is_left_to_wait_for_after_a_sync(tmp_path):
+    """What follows happens under the lock of the directory."""
+    with StagedFile(tmp_path / "file") as staged:
+        staged.write(CONTENT)
+        assert writing_threads() != []
+        staged.sync()
+        assert writing_threads() == []
 
 
 def test_overwriting_waits_for_the_block_that_is_being_written(tmp_path, monkeypatch):

@@ -55,7 +55,7 @@ class BlockWriter:
         taken = 0
         while taken < len(data):
             if not self._block:
-                self._block = memoryview(mmap.mmap(-1, BLOCK_BYTES))
+                self._block = _aligned_memory()
             piece = data[taken : taken + BLOCK_BYTES - self._filled]
             self._block[self._filled : self._filled + len(piece)] = piece
             self._filled += len(piece)
@@ -77,6 +77,7 @@ class BlockWriter:
     def flush(self) -> None:
         """Everything is with the system: `os.fsync` makes it durable."""
         self._drain()
+        self.close()  # Now, since the caller may take a lock next: it should not wait for this.
         _write_all(self._descriptor, self._block[: self._filled], self._start)
 
     def close(self) -> None:
@@ -131,6 +132,13 @@ class _BlockFile:
                 os.close(self._direct)
                 self._direct = None
         return done
+
+
+def _aligned_memory() -> memoryview:
+    """A block that begins with a page; it costs what is written to it."""
+    # Private: shared memory, which is the default, is accounted for and limited otherwise.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return memoryview(mmap.mmap(-1, BLOCK_BYTES, flags=flags))
 
 
 def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
