@@ -66,6 +66,33 @@ def test_unsynced_bytes_are_never_published(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "write", [lambda staged: staged.write(b"more"), lambda staged: staged.write_at(0, b"N")]
+)
+def test_what_is_written_after_a_sync_needs_another(tmp_path, write):
+    with StagedFile(tmp_path / "file") as staged:
+        staged.write(b"new")
+        staged.sync()
+        write(staged)
+        with pytest.raises(RuntimeError, match="sync"):
+            staged.commit()
+        staged.sync()
+        staged.commit()
+    assert (tmp_path / "file").read_bytes() in (b"newmore", b"New")
+
+
+def test_file_that_took_the_temporary_name_is_not_published(tmp_path):
+    (tmp_path / "file").write_bytes(b"old")
+    with StagedFile(tmp_path / "file") as staged:
+        staged.write(b"new")
+        staged.sync()
+        os.unlink(staged.temp_path)
+        staged.temp_path.write_bytes(b"planted")
+        with pytest.raises(CheckpointWriteError, match="something else has its temporary name"):
+            staged.commit()
+    assert (tmp_path / "file").read_bytes() == b"old"
+
+
 def test_two_writers_of_one_target_do_not_meet(tmp_path):
     with StagedFile(tmp_path / "file") as first, StagedFile(tmp_path / "file") as second:
         first.write(b"1" * 10)

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 from processes import require_root, run, run_ok, strace
+from snapshots import make_snapshot
 
-from keras_safe_ckpt import CheckpointWriteError
+from keras_safe_ckpt import CheckpointStore, CheckpointWriteError
 from keras_safe_ckpt.storage import block_writer
 from keras_safe_ckpt.storage.atomic import StagedFile
 from keras_safe_ckpt.storage.block_writer import BLOCK_BYTES, BlockWriter
@@ -155,6 +156,13 @@ def test_file_system_that_refuses_direct_writes(ramfs):
     assert (ramfs / "file").read_bytes() == CONTENT
 
 
+def test_file_system_that_tells_no_size_has_room(ramfs):
+    assert shutil.disk_usage(ramfs).total == 0
+    store = CheckpointStore(ramfs)
+    store.publish(make_snapshot(1), step=1)
+    assert store.latest().manifest.step == 1
+
+
 def test_system_without_direct_writes(tmp_path, monkeypatch):
     monkeypatch.delattr(os, "O_DIRECT", raising=False)
     write_content(tmp_path / "file")
@@ -271,6 +279,14 @@ def test_nothing_is_written_through_a_link_that_took_the_name(tmp_path):
     descriptor = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     os.rename(tmp_path / "file", tmp_path / "moved")
     os.symlink("moved", tmp_path / "file")  # The same file, but by a name that may change.
+    assert block_writer._open_direct(tmp_path / "file", descriptor) is None
+    os.close(descriptor)
+
+
+def test_pipe_that_took_the_name_is_not_waited_for(tmp_path):
+    descriptor = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    os.unlink(tmp_path / "file")
+    os.mkfifo(tmp_path / "file")
     assert block_writer._open_direct(tmp_path / "file", descriptor) is None
     os.close(descriptor)
 

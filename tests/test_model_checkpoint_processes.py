@@ -6,6 +6,7 @@ import json
 import shutil
 import socket
 
+import pytest
 from driven import weight
 from keras_setup import keras
 from processes import run_ok, start
@@ -145,6 +146,7 @@ def test_killed_at_random_moments_there_is_always_a_whole_model(tmp_path):
 CTRL_C = """
 import threading
 folder, times, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+background = sys.argv[4] == "True"
 rng = random.Random(seed)
 # Compiled: what runs Keras's Python at each batch also runs its bare excepts, and they swallow
 # an interrupt now and then.
@@ -153,7 +155,8 @@ model.compile("sgd", "mse")
 
 def train(path):
     '''How often Ctrl-C had to be pressed.'''
-    callbacks = [Score(lambda epoch: epoch + 1.0), SafeModelCheckpoint(path)]
+    saver = SafeModelCheckpoint(path, background=background)
+    callbacks = [Score(lambda epoch: epoch + 1.0), saver]
     begun, ended, pressed, seen = threading.Event(), threading.Event(), [], [0.0]
     class Begun(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
@@ -186,9 +189,10 @@ print(json.dumps([train(f"{folder}/{number}.keras") for number in range(times)])
 """
 
 
-def test_ctrl_c_at_random_moments_loses_nothing_that_was_captured(tmp_path):
+@pytest.mark.parametrize("background", [True, False])
+def test_ctrl_c_at_random_moments_loses_nothing_that_was_captured(tmp_path, background):
     times = 20
-    pressed = json.loads(run_ok(FORKED + CTRL_C, tmp_path, times, 1, timeout=200))
+    pressed = json.loads(run_ok(FORKED + CTRL_C, tmp_path, times, 1, background, timeout=200))
     assert len(pressed) == times
     assert min(pressed) == 1
 

@@ -6,7 +6,9 @@ import copy
 import threading
 
 import pytest
+from processes import run_ok
 
+from keras_safe_ckpt import CheckpointStore
 from keras_safe_ckpt.storage.writer import BackgroundWriter
 
 
@@ -112,3 +114,106 @@ def test_interrupt_while_a_save_is_started_leaves_nobody_waiting(monkeypatch, st
                 thread.join()
         assert len(ran) == then
         assert started or not ran
+
+
+def test_thread_is_waited_for_at_exit_whoever_began_the_save():
+    """What a daemon starts is a daemon unless it is told otherwise."""
+    writer, kinds = BackgroundWriter(), []
+    thread = threading.Thread(
+        target=lambda: writer.submit(lambda: kinds.append(threading.current_thread().daemon)),
+        daemon=True,
+    )
+    thread.start()
+    thread.join()
+    writer.wait()
+    assert kinds == [False]
+
+
+def test_save_begun_by_a_daemon_is_there_when_the_program_has_ended(tmp_path):
+    code = """
+import threading
+store = CheckpointStore(sys.argv[1])
+save = lambda: store.publish(snapshot(1, 3_000_000), step=1, background=True)
+thread = threading.Thread(target=save, daemon=True)
+thread.start()
+thread.join()
+"""
+    run_ok(code, tmp_path)
+    assert CheckpointStore(tmp_path).latest().manifest.step == 1
+
+
+def test_save_begun_while_the_program_ends_is_finished(tmp_path):
+    """The interpreter has waited for its threads before it calls what `atexit` knows."""
+    code = """
+import atexit
+store = CheckpointStore(sys.argv[1])
+atexit.register(lambda: store.publish(snapshot(1, 3_000_000), step=1, background=True))
+"""
+    run_ok(code, tmp_path)
+    assert CheckpointStore(tmp_path).latest().manifest.step == 1
+
+
+def test_run_returns_and_raises_what_the_save_does(caplog):
+    writer = BackgroundWriter()
+    assert writer.run(lambda: 42) == 42
+    with pytest.raises(OSError, match="disk full"):
+        writer.run(boom)
+    writer.wait()  # Raised once.
+    assert caplog.records == []  # Whoever gets an exception needs no message.
+
+
+def test_run_waits_for_the_save_before_and_raises_its_error_first():
+    writer, ran = BackgroundWriter(), []
+    writer.submit(boom)
+    with pytest.raises(OSError, match="disk full"):
+        writer.run(lambda: ran.append(1))
+    assert ran == []
+    order: list[str] = []
+    go = threading.Event()
+    writer.submit(lambda: (go.wait(60), order.append("background")))
+    threading.Timer(0.05, go.set).start()
+    writer.run(lambda: order.append("run"))
+    assert order == ["background", "run"]
+
+
+def test_run_keeps_the_save_out_of_the_thread_that_signals_interrupt():
+    writer = BackgroundWriter()
+    assert threading.current_thread() is threading.main_thread()
+    assert writer.run(threading.current_thread) is not threading.main_thread()
+    # Elsewhere nothing interrupts it, and no thread is needed.
+    where: list[bool] = []
+    thread = threading.Thread(
+        target=lambda: where.append(
+            writer.run(threading.current_thread) is threading.current_thread()
+        )
+    )
+    thread.start()
+    thread.join()
+    assert where == [True]
+
+
+INTERRUPTED = """
+import signal, threading
+from keras_safe_ckpt.storage.writer import BackgroundWriter
+writer, go = BackgroundWriter(), threading.Event()
+def save():
+    os.kill(os.getpid(), signal.SIGINT)
+    assert go.wait(30)
+    if sys.argv[1] == "fails":
+        raise OSError("disk full")
+    print("saved", flush=True)
+try:
+    writer.run(save)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+go.set()
+try:
+    writer.wait()
+except OSError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(("how", "then"), [("works", "saved"), ("fails", "disk full")])
+def test_ctrl_c_ends_the_wait_of_run_and_not_the_save(how, then):
+    assert run_ok(INTERRUPTED, how).split("\n") == ["interrupted", then, ""]

@@ -91,6 +91,7 @@ class CheckpointRun:
         self._was_judged = False
         self._saves = 0
         self._found: Checkpoint | None = None
+        self._seen = False  # Whether there was a file in this run, whoever wrote it.
         self._news: deque[str] = deque()
         self._check_cluster()
         saver.use_format(settings.format)
@@ -163,6 +164,7 @@ class CheckpointRun:
         def done(checkpoint: Checkpoint | None) -> None:
             if checkpoint is not None:
                 self._saves += 1
+            self._seen = True
             if isinstance(veto, UnlessBetter):
                 self._best.learn(value if checkpoint is not None else veto.kept)
             outcome = "finished saving model to" if checkpoint else "kept the model that is in"
@@ -186,8 +188,8 @@ class CheckpointRun:
             self._say_news()
         if self._found is not None and self._was_judged and not self._saves:
             _log.warning(
-                "Nothing was saved: %s never got better than %.5f, which %s has since before this "
-                "training. To start over, delete that file or use another filepath.",
+                "Nothing was saved: %s never got better than %.5f of %s, which this training did "
+                "not write. To start over, delete that file or use another filepath.",
                 self._best.monitor, self._best.value, self._found.path,
             )  # fmt: skip
 
@@ -215,6 +217,7 @@ class CheckpointRun:
         for doubt in doubts:
             warnings.warn(doubt, stacklevel=2)
         if self._found is not None:
+            self._seen = True
             monitor, value = self._best.monitor, self._best.value
             text = f"Best so far: {monitor} was {value:.5f} in {self._found.path}, from before"
             _log.info(text)
@@ -245,8 +248,9 @@ class CheckpointRun:
 
     def _forget_deleted(self) -> None:
         """A file that somebody removed during training is not the best any more."""
-        written = self._found is not None or self._saves > 0
-        if written and not self._template.fields and not os.path.exists(self._template.fill({})):
+        if not self._seen or self._template.fields:
+            return
+        if not os.path.exists(self._template.fill({})):
             self._best.value = self._threshold
 
     def _veto(self, value: float | None) -> Veto:

@@ -12,6 +12,7 @@ The stages of a `StagedFile`, in this order::
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -80,11 +81,13 @@ class StagedFile:
 
     def write(self, data: bytes | memoryview) -> None:
         """Append all of ``data``; what fails may be raised by a later call, at last by `sync`."""
+        self._synced = False
         with self._translated():
             self._blocks.append(memoryview(data).cast("B"))
 
     def write_at(self, offset: int, data: bytes | memoryview) -> None:
         """Overwrite a part that was written before."""
+        self._synced = False
         with self._translated():
             self._blocks.write_at(offset, memoryview(data).cast("B"))
 
@@ -108,6 +111,8 @@ class StagedFile:
             raise RuntimeError(f"sync() must succeed before {self.target} is published.")
         refuse_unsafe_target(self.target)  # Again: something may have been planted meanwhile.
         with self._translated():
+            if not _is_still(self.temp_path, self._descriptor):
+                raise FileNotFoundError(errno.ENOENT, "something else has its temporary name")
             # The lock that marks the temporary file as alive must not meet a reader of the
             # published file (HDF5 locks what it reads), and must not go before the rename (a
             # sweeper in another container would take the file for abandoned).
@@ -169,6 +174,15 @@ def write_atomically(target: str | os.PathLike[str], data: bytes) -> None:
         staged.write(data)
         staged.sync()
         staged.commit()
+
+
+def ensure_writable(directory: Path) -> None:
+    """Find out now what a save in ``directory`` would find out later; nothing is left there."""
+    try:
+        StagedFile(directory / "probe").rollback()
+    except CheckpointWriteError as error:
+        cause = error.__cause__ if isinstance(error.__cause__, OSError) else error.cause
+        raise CheckpointWriteError(directory, cause) from error
 
 
 @contextlib.contextmanager

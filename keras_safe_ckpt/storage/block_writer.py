@@ -153,8 +153,10 @@ def _open_direct(path: Path, descriptor: int) -> int | None:
     flag = getattr(os, "O_DIRECT", None)
     if flag is None:
         return None
+    # Without waiting for a reader, should a pipe have its name.
+    flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | flag
     try:
-        direct = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | flag)
+        direct = os.open(path, flags)
     except OSError:
         return None
     if os.path.samestat(os.fstat(direct), os.fstat(descriptor)):

@@ -18,10 +18,11 @@ def ensure_room(target: Path, needed_bytes: int, step: int | None = None) -> Non
     try:
         while not directory.exists() and directory != directory.parent:
             directory = directory.parent  # It will be made when it is needed.
-        free = shutil.disk_usage(directory).free
+        usage = shutil.disk_usage(directory)
     except OSError as error:
         raise CheckpointWriteError(target, error, step) from error
-    if free < needed_bytes:
+    free = usage.free
+    if usage.total and free < needed_bytes:  # Some file systems have no size at all.
         cause = OSError(
             errno.ENOSPC,
             f"it needs about {_shown(needed_bytes)}, and {_shown(free)} are free",

@@ -16,7 +16,7 @@ import numpy as np
 from keras_safe_ckpt.errors import (
     CheckpointNotFoundError,
 )
-from keras_safe_ckpt.storage.atomic import StagedFile
+from keras_safe_ckpt.storage.atomic import ensure_writable
 from keras_safe_ckpt.storage.catalog import Catalog, OnSkip
 from keras_safe_ckpt.storage.events import EventLog
 from keras_safe_ckpt.storage.formats import FORMATS, format_of
@@ -80,8 +80,7 @@ class CheckpointStore:
         self.locks: Locks = LockManager(worker=worker) if locks is None else locks
         self.worker = worker
         make_directory(self.directory)
-        # Nothing is published: this only finds out now what a save would find out later.
-        StagedFile(self.directory / "probe").rollback()
+        ensure_writable(self.directory)
         self.locks.check(self.directory)
         self.events = EventLog(self.directory)
         self._catalog = Catalog(self.directory, format.suffix)
@@ -151,8 +150,7 @@ class CheckpointStore:
         if background:
             self._writer.submit(save)
             return None
-        self._writer.wait()
-        return save()
+        return self._writer.run(save)
 
     def wait(self) -> None:
         """Return when every save is durable; raise what one of them raised."""

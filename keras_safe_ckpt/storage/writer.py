@@ -7,8 +7,11 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from typing import TypeVar
 
 _log = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
 
 _writers: weakref.WeakSet[BackgroundWriter] = weakref.WeakSet()
 
@@ -33,7 +36,8 @@ class BackgroundWriter:
 
     A second save waits for the first, so that memory holds one snapshot at the most. An error
     comes back at the next call of any method. The thread lives only as long as its save and is
-    not a daemon: the interpreter waits for it at exit, also after an exception::
+    not a daemon: the interpreter waits for it at exit, also after an exception. `run` does the
+    same and waits::
 
         writer = BackgroundWriter()
         writer.submit(lambda: write_atomically("notes.txt", b"..."))
@@ -53,9 +57,15 @@ class BackgroundWriter:
         """Begin ``save``; wait for the one before, and raise what it raised."""
         with self._turn:
             self._finish()
+            if not threading.main_thread().is_alive():
+                # The program is ending and has waited for its threads: nobody would for this one.
+                save()
+                return
             begun = threading.Lock()
-            arguments = (save, begun)
-            thread = threading.Thread(target=self._run, args=arguments, name="keras_safe_ckpt-save")
+            # Said, since a thread that a daemon starts is a daemon otherwise.
+            thread = threading.Thread(
+                target=self._run, args=(save, begun), name="keras_safe_ckpt-save", daemon=False
+            )
             try:
                 self._idle.clear()
                 thread.start()
@@ -65,6 +75,38 @@ class BackgroundWriter:
                 if begun.acquire(blocking=False):
                     self._idle.set()
                 raise
+
+    def run(self, save: Callable[[], _Result]) -> _Result:
+        """Return when ``save`` is done, and what it returns; raise what it raises.
+
+        A Ctrl-C ends the wait at once, not the save: Python interrupts the main thread only, so
+        from there the save is done on another one, as if it were in the background.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            self.wait()
+            return save()
+        results: list[_Result] = []
+        errors: list[BaseException] = []
+        left = threading.Event()
+
+        def job() -> None:
+            try:
+                results.append(save())
+            except BaseException as error:
+                errors.append(error)
+                if left.is_set():  # Then it is an error of the background.
+                    raise
+
+        try:
+            self.submit(job)
+            self._idle.wait()
+        except BaseException:
+            left.set()
+            raise
+        self.raise_error()
+        if errors:
+            raise errors[0]
+        return results[0]
 
     def wait(self) -> None:
         """Return when nothing is pending; raise what the last save raised."""

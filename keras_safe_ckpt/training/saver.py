@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keras_safe_ckpt.storage.atomic import StagedFile
+from keras_safe_ckpt.storage.atomic import ensure_writable
 from keras_safe_ckpt.storage.formats import FORMATS
 from keras_safe_ckpt.storage.lock_backend import Locks
 from keras_safe_ckpt.storage.path_template import PathTemplate
@@ -98,8 +98,7 @@ class Saver:
         for path in template.obstacles():
             refuse_unsafe_target(path)
         if template.parent.fields:
-            start = absolute(os.path.join(template.deepest_fixed_directory(), "."))
-            StagedFile(start / "probe").rollback()
+            ensure_writable(absolute(os.path.join(template.deepest_fixed_directory(), ".")))
             return
         store = self._store_in(Path(template.parent.fill({}) or "."))
         if not template.fields:
@@ -152,7 +151,7 @@ class Saver:
             if self._background:
                 self._writer.submit(job)
             else:
-                job()
+                self._writer.run(job)
 
     def poll(self) -> None:
         """Raise or warn of what went wrong since the last call; wait for nothing."""

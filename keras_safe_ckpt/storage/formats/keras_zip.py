@@ -34,6 +34,9 @@ from keras_safe_ckpt.storage.snapshot import Snapshot, capture
 
 MANIFEST_KEY = "keras_safe_ckpt"
 
+#: The one flag of a member that changes nothing; with others `zipfile` may refuse to read it.
+_UTF8_NAME = 0x800
+
 _CONFIG, _METADATA, _WEIGHTS = "config.json", "metadata.json", "model.weights.h5"
 
 
@@ -146,7 +149,7 @@ class OpenKerasZip(OpenCheckpoint):
     def _place(self, name: str) -> tuple[int, int]:
         """Offset and size of a member's data, which lies in the file as it is."""
         info = self._members[name]
-        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
+        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & ~_UTF8_NAME:
             raise CorruptCheckpointError(self._path, f"its member {name!r} is not stored plainly")
         encoded = name.encode()
         header = bytearray(30 + len(encoded))
