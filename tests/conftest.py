@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,11 +11,6 @@ from processes import require_root
 
 # The contract of the locks is not a test module: without this its assertions say nothing.
 pytest.register_assert_rewrite("lock_contract")
-
-# A shell lets its background jobs ignore Ctrl-C, and they hand that down to the children that
-# these tests interrupt.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

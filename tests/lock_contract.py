@@ -35,6 +35,8 @@ from keras_safe_ckpt.errors import *
 from keras_safe_ckpt.errors import LockLostError, LockTimeoutError
 locks = pickle.loads(bytes.fromhex(sys.argv[1]))
 path = sys.argv[2]
+# A shell lets its background jobs ignore Ctrl-C, and that is handed down.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 def say(*words):
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # one write: forks share the pipe
 def hear():

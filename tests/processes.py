@@ -17,10 +17,12 @@ PROJECT = Path(__file__).resolve().parent.parent
 
 #: Makes and publishes snapshots without TensorFlow: a child starts in a fraction of a second.
 PRELUDE = """
-import os, sys, json
+import os, sys, json, signal
 import numpy as np
 from keras_safe_ckpt import CheckpointStore
 from keras_safe_ckpt.storage.snapshot import Snapshot
+# A shell lets its background jobs ignore Ctrl-C, and that is handed down.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def snapshot(seed, size=1000):
     rng = np.random.default_rng(seed)

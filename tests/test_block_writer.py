@@ -73,9 +73,9 @@ def test_parts_are_overwritten_wherever_they_are(tmp_path):
 
 def test_more_can_be_written_after_a_sync(tmp_path):
     with StagedFile(tmp_path / "file") as staged:
-        staged.write(CONTENT[:1000])
+        staged.write(CONTENT[: BLOCK_BYTES + 1000])
         staged.sync()
-        staged.write(CONTENT[1000:])
+        staged.write(CONTENT[BLOCK_BYTES + 1000 :])
         staged.sync()
         staged.commit()
     assert (tmp_path / "file").read_bytes() == CONTENT

@@ -15,7 +15,15 @@ import tensorflow as tf
 from driven import drive, files, held_lock, losses, tiny_model, weight
 from keras_setup import keras
 
-from keras_safe_ckpt import CheckpointWriteError, ChiefOnly, PerWorker, SafeModelCheckpoint
+from keras_safe_ckpt import (
+    CheckpointStore,
+    CheckpointWriteError,
+    ChiefOnly,
+    PerWorker,
+    SafeModelCheckpoint,
+    UnsafePathError,
+)
+from keras_safe_ckpt.callbacks import checkpoint_run
 from keras_safe_ckpt.cluster.roles import Role, role_from_environment
 from keras_safe_ckpt.storage import atomic, block_writer
 from keras_safe_ckpt.storage.atomic import StagedFile, write_atomically
@@ -25,6 +33,7 @@ from keras_safe_ckpt.storage.overlap import OverlappedWriter
 from keras_safe_ckpt.storage.room import ensure_room
 from keras_safe_ckpt.storage.shared_capture import is_current, shared_capture
 from keras_safe_ckpt.storage.snapshot import Snapshot
+from keras_safe_ckpt.training.cadence import AnyOf, EveryEpoch
 
 pytestmark = pytest.mark.usefixtures("alone_in_a_folder")
 
@@ -387,3 +396,96 @@ def test_next_common_capture_is_made_when_the_save_before_is_durable():
     callback.on_train_end()
     assert watching.seen["files"][-1] == ["1.keras"]
     assert files() == ["1.keras", "2.keras"]
+
+
+# When, and how early
+
+
+def test_each_of_several_cadences_counts_every_batch_and_epoch():
+    counting = [Counting(), Counting()]
+    cadence = AnyOf(counting)
+    for batch in range(3):
+        assert cadence.after_batch(batch)
+    assert cadence.after_epoch()
+    assert [one.seen for one in counting] == [4, 4]
+
+
+class Counting(EveryEpoch):
+    """Always due."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def after_batch(self, batch: int) -> bool:
+        return self.after_epoch()
+
+    def after_epoch(self) -> bool:
+        self.seen += 1
+        return True
+
+
+def with_unknown_metric(**options):
+    callback = SafeModelCheckpoint("m.keras", monitor="val_made_up", **options)
+    callback.set_model(tiny_model())
+    callback.on_train_begin()
+    return callback
+
+
+def test_metric_of_unknown_direction_is_found_after_the_first_batch():
+    callback = with_unknown_metric(save_best_only=True)
+    with pytest.raises(ValueError, match="mode"):
+        callback.on_train_batch_end(0, {"loss": 0.5})
+
+
+def test_metric_of_unknown_direction_that_decides_nothing_is_asked_for_once(monkeypatch):
+    callback = with_unknown_metric()
+    real, asked = checkpoint_run.better_direction, []
+    monkeypatch.setattr(
+        checkpoint_run, "better_direction", lambda one: asked.append(1) or real(one)
+    )
+    for batch in range(5):
+        callback.on_train_batch_end(batch, {"loss": 0.5})
+    callback.on_train_end()
+    assert asked == [1]
+
+
+def test_nan_is_warned_of_and_not_said_to_be_no_improvement(capsys):
+    callback = SafeModelCheckpoint("m.keras", save_best_only=True, verbose=1)
+    with pytest.warns(UserWarning, match="NaN"):
+        drive(callback, losses(float("nan")))
+    assert "did not improve" not in capsys.readouterr().out
+    assert files() == []
+
+
+def test_one_file_may_be_saved_by_batches_where_one_is_kept():
+    drive(SafeModelCheckpoint("m.keras", save_freq=1, max_to_keep=1), losses(0.5, 0.4), batches=3)
+    assert files() == ["m.keras"]
+
+
+def test_workers_that_train_each_for_itself_may_save_by_seconds(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    callback = SafeModelCheckpoint("m.keras", save_every_seconds=3600)
+    drive(callback, losses(0.5))
+    assert files("worker-1") == ["m.keras"]
+
+
+def test_weights_are_captured_once_for_two_who_save_weights():
+    model = tiny_model()
+    first = shared_capture(FORMATS["weights_h5"], model, None)
+    assert shared_capture(FORMATS["weights_h5"], model, None) is first
+
+
+def test_unsafe_target_is_refused_before_anything_is_written(tmp_path):
+    (tmp_path / "link").symlink_to("elsewhere")
+    with pytest.raises(UnsafePathError):
+        StagedFile(tmp_path / "link")
+    assert sorted(os.listdir(tmp_path)) == ["link"]
+
+
+def test_whole_model_is_not_made_of_a_snapshot_of_weights(tmp_path):
+    snapshot = FORMATS["weights_h5"].capture(tiny_model(), None)
+    store = CheckpointStore(tmp_path, format="keras")
+    with pytest.raises(ValueError, match="whole model"):
+        store.publish(snapshot, step=1)
+    assert store.latest() is None

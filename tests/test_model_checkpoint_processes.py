@@ -197,6 +197,37 @@ def test_ctrl_c_at_random_moments_loses_nothing_that_was_captured(tmp_path, back
     assert min(pressed) == 1
 
 
+INTERRUPTED = """
+import threading
+from keras_safe_ckpt import LockManager
+from keras_safe_ckpt.storage.publishing import LOCK_NAME
+os.chdir(sys.argv[1])
+callback = SafeModelCheckpoint("m.keras", save_best_only=True, background=False)
+callback.set_model(model_with(1.0))
+callback.on_train_begin()
+lock = LockManager().exclusive(LOCK_NAME)
+lock.__enter__()
+def press():
+    while not any(name.endswith(".kscktmp") for name in os.listdir(".")):
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGINT)
+thread = threading.Thread(target=press)
+thread.start()
+try:
+    callback.on_epoch_end(0, {"val_loss": 0.5})
+except KeyboardInterrupt:
+    print(os.path.exists("m.keras"))
+thread.join()
+threading.Timer(0.2, lock.__exit__, (None, None, None)).start()
+callback.on_train_begin()
+print(callback.best)
+"""
+
+
+def test_next_fit_waits_for_the_foreground_save_that_was_interrupted(tmp_path):
+    assert run_ok(FORKED + INTERRUPTED, tmp_path).split() == ["False", "0.5"]
+
+
 CLUSTER = """
 index, port, other, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
 workers = [f"127.0.0.1:{port}", f"127.0.0.1:{other}"]

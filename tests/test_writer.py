@@ -162,17 +162,29 @@ def test_run_returns_and_raises_what_the_save_does(caplog):
     assert caplog.records == []  # Whoever gets an exception needs no message.
 
 
-def test_run_waits_for_the_save_before_and_raises_its_error_first():
+def test_run_raises_the_error_of_the_save_before_first():
     writer, ran = BackgroundWriter(), []
     writer.submit(boom)
     with pytest.raises(OSError, match="disk full"):
         writer.run(lambda: ran.append(1))
     assert ran == []
-    order: list[str] = []
-    go = threading.Event()
+
+
+@pytest.mark.parametrize("on_main_thread", [True, False])
+def test_run_waits_for_the_save_before(on_main_thread):
+    writer, order, go = BackgroundWriter(), [], threading.Event()
     writer.submit(lambda: (go.wait(60), order.append("background")))
     threading.Timer(0.05, go.set).start()
-    writer.run(lambda: order.append("run"))
+
+    def run() -> None:
+        writer.run(lambda: order.append("run"))
+
+    if on_main_thread:
+        run()
+    else:
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
     assert order == ["background", "run"]
 
 
