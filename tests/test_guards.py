@@ -193,7 +193,10 @@ def test_room_is_asked_for_before_a_model_is_built(small_disk):
 
 
 def test_room_is_that_of_the_disk_on_which_directories_will_be_made(tmp_path):
-    ensure_room(tmp_path / "not" / "there" / "yet" / "m.keras", 1)
+    target = tmp_path / "not" / "there" / "yet" / "m.keras"
+    ensure_room(target, 1)
+    with pytest.raises(CheckpointWriteError, match="needs about"):
+        ensure_room(target, 1 << 60)
 
 
 def test_disk_that_cannot_be_asked_for_room_is_named(tmp_path, monkeypatch):
@@ -240,6 +243,7 @@ def test_size_of_a_larger_file_of_another_series_is_not_asked_for(small_disk):
     callback.set_model(large_model())
     callback.on_train_begin()  # No error: how much it needs is not known yet.
     callback.on_train_end()
+    assert files(disk) == ["other.weights.h5"]
 
 
 # One capture for all
