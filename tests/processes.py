@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -89,6 +90,10 @@ def kill(process: subprocess.Popen[str]) -> None:
     """kill -9, and wait until it is gone."""
     process.send_signal(signal.SIGKILL)
     process.wait(30)
+
+
+def writing_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "keras_safe_ckpt-write"]
 
 
 def require_root() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from processes import require_root, run, run_ok, strace
+from processes import require_root, run, run_ok, strace, writing_threads
 from snapshots import make_snapshot
 
 from keras_safe_ckpt import CheckpointStore, CheckpointWriteError
@@ -33,10 +33,6 @@ def write_content(path: Path, pieces: int = 777_777) -> None:
         assert staged.size == SIZE
         staged.sync()
         staged.commit()
-
-
-def writing_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "keras_safe_ckpt-write"]
 
 
 def open_descriptors() -> set[str]:

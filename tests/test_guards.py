@@ -19,7 +19,6 @@ from keras_safe_ckpt import (
     CheckpointStore,
     CheckpointWriteError,
     ChiefOnly,
-    PerWorker,
     SafeModelCheckpoint,
     UnsafePathError,
 )
@@ -308,20 +307,6 @@ def test_chief_is_who_the_cluster_says_and_not_the_first():
 def test_master_is_the_chief(job, chief):
     config = {"cluster": {"master": ["a:1"], "worker": ["b:1"]}, "task": {"type": job, "index": 0}}
     assert role_from_environment({"TF_CONFIG": json.dumps(config)}).chief is chief
-
-
-class OnePlace(PerWorker):
-    def place(self, template, role):
-        return template
-
-
-def test_first_worker_notices_as_well_that_others_would_delete_its_files(monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    callback = SafeModelCheckpoint("{epoch}.keras", write_policy=OnePlace(), max_to_keep=2)
-    callback.set_model(tiny_model())
-    with pytest.raises(ValueError, match="Workers 0 and 1"):
-        callback.on_train_begin()
 
 
 class Unserializable(keras.layers.Layer):

@@ -1432,12 +1432,13 @@ class OnePlace(PerWorker):
         return template
 
 
-def test_workers_that_would_delete_each_others_files_are_noticed(monkeypatch):
-    monkeypatch.setenv("RANK", "1")
+@pytest.mark.parametrize(("rank", "said"), [("0", "Workers 0 and 1"), ("1", "Workers 1 and 0")])
+def test_workers_that_would_delete_each_others_files_are_noticed(monkeypatch, rank, said):
+    monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", "2")
     callback = SafeModelCheckpoint("{epoch}.keras", write_policy=OnePlace(), max_to_keep=2)
     callback.set_model(tiny_model())
-    with pytest.raises(ValueError, match="Workers 1 and 0"):
+    with pytest.raises(ValueError, match=said):
         callback.on_train_begin()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from processes import run_ok
+from processes import run_ok, writing_threads
 
 from keras_safe_ckpt.storage.overlap import OverlappedWriter
 
@@ -33,10 +33,6 @@ class Written:
 def write_numbers(writer: OverlappedWriter, count: int) -> None:
     for number in range(count):
         writer.write(10 * number, memoryview(bytes([number])))
-
-
-def writing_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "keras_safe_ckpt-write"]
 
 
 def test_blocks_arrive_in_order():

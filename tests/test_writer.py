@@ -229,3 +229,22 @@ except OSError as error:
 @pytest.mark.parametrize(("how", "then"), [("works", "saved"), ("fails", "disk full")])
 def test_ctrl_c_ends_the_wait_of_run_and_not_the_save(how, then):
     assert run_ok(INTERRUPTED, how).split("\n") == ["interrupted", then, ""]
+
+
+def test_error_of_a_run_that_is_interrupted_too_late_is_raised_by_the_next_call():
+    class InterruptedAtTheEnd(threading.Event):
+        waits = 0
+
+        def wait(self, timeout=None):
+            self.waits += 1
+            super().wait(30)
+            if self.waits == 2:  # The first is for the save before.
+                raise KeyboardInterrupt
+
+    writer = BackgroundWriter()
+    writer._idle = InterruptedAtTheEnd()
+    writer._idle.set()
+    with pytest.raises(KeyboardInterrupt):
+        writer.run(boom)
+    with pytest.raises(OSError, match="disk full"):
+        writer.wait()

@@ -102,6 +102,8 @@ class BackgroundWriter:
             self._idle.wait()
         except BaseException:
             left.set()
+            if errors:  # It failed just before: nobody else knows.
+                self._error = errors[0]
             raise
         self.raise_error()
         if errors:
