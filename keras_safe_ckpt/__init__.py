@@ -19,6 +19,7 @@ __all__ = [
     "ChiefOnly",
     "ClusterConfigError",
     "CorruptCheckpointError",
+    "enable_multi_worker_fit",
     "IncompatibleCheckpointError",
     "KeepAny",
     "KeepBest",
@@ -42,6 +43,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from keras_safe_ckpt.callbacks.model_checkpoint import SafeModelCheckpoint
+    from keras_safe_ckpt.cluster.multi_worker import enable_multi_worker_fit
     from keras_safe_ckpt.cluster.write_policies import ChiefOnly, PerWorker
     from keras_safe_ckpt.errors import (
         AgreementError,
@@ -67,6 +69,7 @@ if TYPE_CHECKING:
     from keras_safe_ckpt.storage.store import CheckpointStore
 
 _HOME = {
+    "enable_multi_worker_fit": "keras_safe_ckpt.cluster.multi_worker",
     "ChiefOnly": "keras_safe_ckpt.cluster.write_policies",
     "PerWorker": "keras_safe_ckpt.cluster.write_policies",
     "SafeModelCheckpoint": "keras_safe_ckpt.callbacks.model_checkpoint",

@@ -318,13 +318,16 @@ class ClusterConfigError(SafeCheckpointError, ValueError):
 
 
 class AgreementError(SafeCheckpointError, RuntimeError):
-    """The workers could not agree in time."""
+    """The workers of a cluster cannot go on together: one failed, died or did not answer."""
 
     missing: tuple[str, ...]
     reason: str
 
     def __init__(self, missing: Sequence[str], reason: str) -> None:
-        who = f" Missing: {', '.join(missing)}." if missing else ""
+        unsaid = [task for task in missing if task not in reason]
+        who = f" Missing: {', '.join(unsaid)}." if unsaid else ""
         super().__init__(
-            f"The workers did not agree: {reason}.{who}", missing=tuple(missing), reason=reason
+            f"The workers cannot go on together: {reason}.{who}",
+            missing=tuple(missing),
+            reason=reason,
         )

@@ -153,6 +153,12 @@ def test_mirrored_variables_are_saved_and_restored(whole_model, tmp_path):
     scramble(model)
     store.load(model)
     assert_same(values(model), before)
+    with mirrored_strategy().scope():
+        new = model_zoo.functional(train=False)
+    store.load(new)  # Whose optimizer is not built yet, outside the scope.
+    assert_same(new.get_weights(), model.get_weights())
+    slots = [[v.numpy() for v in one.optimizer.variables] for one in (new, model)]
+    assert_same(*slots)
 
 
 @pytest.mark.parametrize("whole_model", [False, True], ids=["weights_h5", "keras"])

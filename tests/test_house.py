@@ -65,22 +65,25 @@ def test_imports_point_down():
 
 
 def test_portalocker_is_imported_by_the_locks_only():
-    users = {
-        name
-        for name, tree in modules().items()
-        if any(target.split(".")[0] == "portalocker" for target in imported(tree))
-    }
+    users = users_of("portalocker")
     assert users
     assert all(name.split(".")[-1].endswith("locks") for name in users), users
 
 
-def test_private_names_of_keras_live_in_one_module():
-    users = {
+def users_of(package: str) -> set[str]:
+    return {
         name
         for name, tree in modules().items()
-        if any(target.startswith("keras.src") for target in imported(tree))
+        if any(f"{target}.".startswith(f"{package}.") for target in imported(tree))
     }
-    assert users == {"keras_safe_ckpt.storage.keras_internals"}
+
+
+def test_private_names_of_keras_and_tensorflow_live_in_modules_of_their_own():
+    assert users_of("keras.src") == {
+        "keras_safe_ckpt.storage.keras_internals",
+        "keras_safe_ckpt.cluster.keras_trainer",
+    }
+    assert users_of("tensorflow.python") == {"keras_safe_ckpt.cluster.coordination"}
 
 
 def test_private_names_do_not_cross_modules():

@@ -56,6 +56,8 @@ WITH_CHIEF = {"worker": ["b:1", "c:1"], "chief": ["a:1"], "ps": ["p:1"]}
         ({"RANK": "3"}, 0, 1, True),
         ({"SLURM_PROCID": "2", "SLURM_NTASKS": "3"}, 2, 3, False),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"}, 0, 1, True),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8"}, 0, 8, True),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, 0, 1, True),  # A script without srun.
         ({"RANK": "5", "WORLD_SIZE": "8", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, 5, 8, False),
         ({**tf_config(WORKERS, "worker", 1), "RANK": "0", "WORLD_SIZE": "9"}, 1, 3, False),
     ],
@@ -119,6 +121,65 @@ def test_mirrored_strategies_of_several_processes_are_independent():
     environment = {"RANK": "1", "WORLD_SIZE": "2"}
     role = role_of(model_under(mirrored_strategy()), environment)
     assert (role.number, role.world, role.synchronous) == (1, 2, False)
+
+
+def role_by(resolver, kind=tf.distribute.MultiWorkerMirroredStrategy):
+    return role_of(Trained(kind, resolver), {})
+
+
+resolvers = tf.distribute.cluster_resolver
+
+
+def test_roles_from_the_resolvers_of_tensorflow(monkeypatch):
+    two = tf.train.ClusterSpec({"worker": ["a:1", "b:1"]})
+    simple = resolvers.SimpleClusterResolver(two, task_type="worker", task_id=1)
+    role = role_by(simple)
+    assert (role.number, role.world, role.chief, role.synchronous) == (1, 2, False, True)
+    assert (role.task_type, role.task_index) == ("worker", 1)
+    assert role.members == ("worker 0", "worker 1")
+    assert role.trains_together
+
+    monkeypatch.setenv("TF_CONFIG", tf_config(WITH_CHIEF, "worker", 1)["TF_CONFIG"])
+    role = role_by(resolvers.TFConfigClusterResolver())
+    assert (role.number, role.world, role.chief) == (2, 3, False)
+    assert role.members == ("chief 0", "worker 0", "worker 1")  # The ps does not train.
+    monkeypatch.setenv("TF_CONFIG", tf_config(WITH_CHIEF, "chief", 0)["TF_CONFIG"])
+    role = role_by(resolvers.TFConfigClusterResolver())
+    assert (role.number, role.chief, role.task_type) == (0, True, "chief")
+    monkeypatch.setenv("TF_CONFIG", tf_config(WITH_CHIEF, "evaluator", 0)["TF_CONFIG"])
+    role = role_by(resolvers.TFConfigClusterResolver())
+    assert (role.number, role.world, role.chief, role.synchronous) == (4, 5, False, False)
+    assert not role.trains_together
+    assert role.members == ()
+
+    for key, value in {
+        "SLURM_PROCID": "1",
+        "SLURM_STEP_NUM_TASKS": "3",
+        "SLURM_STEP_NODELIST": "node[1-3]",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x3)",
+    }.items():
+        monkeypatch.setenv(key, value)
+    slurm = resolvers.SlurmClusterResolver(gpus_per_node=1, gpus_per_task=1, auto_set_gpu=False)
+    role = role_by(slurm)
+    assert (role.number, role.world, role.chief, role.synchronous) == (1, 3, False, True)
+    assert role.members == ("worker 0", "worker 1", "worker 2")
+
+
+def test_a_resolver_that_is_wrong_names_the_key():
+    two = tf.train.ClusterSpec({"worker": ["a:1", "b:1"]})
+    for key, resolver in {
+        "task.index": resolvers.SimpleClusterResolver(two, task_type="worker", task_id=2),
+        "task.type": resolvers.SimpleClusterResolver(two, task_type="boss", task_id=0),
+    }.items():
+        with pytest.raises(ClusterConfigError) as caught:
+            role_by(resolver)
+        assert caught.value.key == key
+        assert "cluster resolver" in str(caught.value)
+
+
+def test_a_strategy_without_a_resolver_or_a_cluster():
+    assert role_by(None).alone
+    assert role_by(resolvers.SimpleClusterResolver(tf.train.ClusterSpec({}))).alone
 
 
 class Resolver:

@@ -8,14 +8,17 @@ import os
 import time
 import warnings
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from keras_safe_ckpt.callbacks.messages import say
-from keras_safe_ckpt.cluster.roles import Role, role_of
+from keras_safe_ckpt.cluster.cohort import Cohort, current_cohort, open_cohort
+from keras_safe_ckpt.cluster.roles import role_of
 from keras_safe_ckpt.cluster.write_policies import WritePolicy, ensure_places_differ, place
+from keras_safe_ckpt.errors import AgreementError
 from keras_safe_ckpt.storage.formats import FORMATS
 from keras_safe_ckpt.storage.keras_internals import better_direction
 from keras_safe_ckpt.storage.lookup import checkpoints_of, of_series
@@ -34,6 +37,10 @@ from keras_safe_ckpt.training.logs import monitored_value, numbers_in
 from keras_safe_ckpt.training.saver import Saver, SaveRequest
 
 _log = logging.getLogger(__name__)
+
+#: How long the workers wait at the end for the last save of one of them; for one that has died
+#: they do not wait.
+_LAST_SAVE_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
@@ -94,11 +101,18 @@ class CheckpointRun:
         self._seen = False  # Whether there was a file in this run, whoever wrote it.
         self._news: deque[str] = deque()
         self._check_cluster()
+        self._cohort: Cohort | None = None
+        self._own_cohort: Cohort | None = None
+        if self._role.trains_together:
+            self._cohort = current_cohort()
+            if self._cohort is None:  # A Keras that needs no `enable_multi_worker_fit`.
+                self._cohort = self._own_cohort = open_cohort(self._role)
         saver.use_format(settings.format)
         if self._writes:
             apart = self._shown.text != settings.template.text
             worker = f"worker-{self._role.number}" if apart else None
-            saver.open(self._template, worker, _largest_size(callback.model))
+            with self._others_told():
+                saver.open(self._template, worker, _largest_size(callback.model))
         best.mode = None
         self.direction_is_open = True
         self.settle_direction(final=False)
@@ -122,13 +136,17 @@ class CheckpointRun:
 
     def save(self, moment: Moment, logs: Mapping[str, Any]) -> bool:
         """Save if it is worth it, and say whether."""
+        with self._others_told():
+            return self._save(moment, logs)
+
+    def _save(self, moment: Moment, logs: Mapping[str, Any]) -> bool:
         if self.direction_is_open:
             self.settle_direction()
         epoch, batch = moment.epoch, moment.batch
         values = self._values(moment, logs)
         shown = self._fill(self._shown, values)
         source = self._callback.model
-        if _together(self._role):
+        if self._role.trains_together:
             # Reading a variable may be a collective: all workers, whatever they do with it.
             self._wait_for_save()
             source = self._saver.capture(source)
@@ -178,14 +196,29 @@ class CheckpointRun:
         """Say what was finished; raise or warn of what failed."""
         if self._news:
             self._say_news()
-        self._saver.poll()
+        try:
+            self._saver.poll()
+        except Exception as error:
+            self._tell_others(error)
+            raise
 
     def finish(self) -> None:
-        """Wait for the last save, and say what there is to say at the end."""
+        """Wait for the last save, of all workers; say what there is to say at the end."""
+        error: Exception | None = None
         try:
             self._saver.finish()
+        except Exception as failed:  # noqa: BLE001  # not swallowed: the barrier raises it
+            error = failed
         finally:
             self._say_news()
+        if self._cohort is not None:
+            # Who returns from `fit` can rely on the files of the others.
+            try:
+                self._cohort.barrier("SafeModelCheckpoint", error, seconds=_LAST_SAVE_SECONDS)
+            finally:
+                self.close()
+        elif error is not None:
+            raise error
         if self._found is not None and self._was_judged and not self._saves:
             _log.warning(
                 "Nothing was saved: %s never got better than %.5f of %s, which this training did "
@@ -193,9 +226,27 @@ class CheckpointRun:
                 self._best.monitor, self._best.value, self._found.path,
             )  # fmt: skip
 
+    def close(self) -> None:
+        """Also of a run that was interrupted, before the next one."""
+        if self._own_cohort is not None:
+            self._own_cohort.close()
+
+    @contextmanager
+    def _others_told(self) -> Iterator[None]:
+        """They wait for this worker: they are to end as well if it fails in here."""
+        try:
+            yield
+        except Exception as error:
+            self._tell_others(error)
+            raise
+
+    def _tell_others(self, error: Exception) -> None:
+        if self._cohort is not None and not isinstance(error, AgreementError):
+            self._cohort.fail(error)
+
     def _check_cluster(self) -> None:
         seconds = self._settings.save_every_seconds
-        if seconds is not None and _together(self._role):
+        if seconds is not None and self._role.trains_together:
             raise ValueError(
                 "Expected no save_every_seconds where several workers train one model: their "
                 "clocks differ, and all must capture after the same batch. Use save_freq. "
@@ -304,7 +355,3 @@ def _largest_size(model: Any) -> float:
     # Far more than any optimizer keeps for a weight, and than HDF5 needs for an array.
     sizes: list[int] = [math.prod(variable.shape) for variable in model.variables]
     return 2.0**16 + sum(64 * size + 8192 for size in sizes)
-
-
-def _together(role: Role) -> bool:
-    return role.synchronous and not role.alone

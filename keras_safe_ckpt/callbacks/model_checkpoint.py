@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from keras_safe_ckpt.callbacks.checkpoint_run import CheckpointRun, Moment, Settings, cannot_format
+from keras_safe_ckpt.cluster.multi_worker import warn_if_needed
 from keras_safe_ckpt.cluster.write_policies import WritePolicy, find_policy, saved_under
 from keras_safe_ckpt.storage.keras_internals import import_keras
 from keras_safe_ckpt.storage.lock_backend import Locks
@@ -74,6 +75,7 @@ class SafeModelCheckpoint(_ModelCheckpoint):  # type: ignore[misc]
     ) -> None:
         if not isinstance(monitor, str):
             raise ValueError(f"Expected monitor to be a string. Received: monitor={monitor!r}")
+        warn_if_needed()
         self._best = Best(monitor)
         # Its checks and its words for extensions, save_freq and mode.
         super().__init__(
@@ -195,6 +197,8 @@ class SafeModelCheckpoint(_ModelCheckpoint):  # type: ignore[misc]
         self._best.value = self._threshold
         self._cadence.saved()
         self._batches = 0
+        if self._run is not None:
+            self._run.close()
         self._run = CheckpointRun(self, self._settings, self._best, self._saver)
         if str(self._run) != self._said_role:
             self._said_role = str(self._run)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from keras_safe_ckpt import __version__
+from keras_safe_ckpt.cli.launch import add_parser as add_launch
 from keras_safe_ckpt.errors import SafeCheckpointError
 
 
@@ -15,9 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the exit code is 0, 1 for an error, 2 for wrong usage, 130 for Ctrl-C."""
     options = _parser().parse_args(arguments)
     try:
-        from keras_safe_ckpt.cli.demo import run_demo
-
-        return run_demo(options.keep)
+        return int(options.run(options))
     except (SafeCheckpointError, ImportError) as error:
         if options.debug:
             raise
@@ -43,4 +42,13 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--keep", type=Path, metavar="DIR", help="leave the checkpoints here (default: remove them)"
     )
+    demo.set_defaults(run=_demo)
+    add_launch(commands)
     return parser
+
+
+def _demo(options: argparse.Namespace) -> int:
+    # Needs Keras, which takes seconds to import.
+    from keras_safe_ckpt.cli.demo import run_demo
+
+    return run_demo(options.keep)

@@ -12,13 +12,16 @@ from keras_safe_ckpt.errors import ClusterConfigError
 
 #: The order in which the jobs of a cluster are numbered through.
 _JOBS = ("chief", "master", "worker", "ps", "evaluator")
+#: The jobs whose tasks train together under a synchronous strategy.
+_TRAINING_JOBS = ("chief", "worker")
 
 
 @dataclass(frozen=True)
 class Role:
     """One process of a job: its ``number`` among all ``world`` of them, and its part.
 
-    ``synchronous`` workers train one model together, so that each has the same weights.
+    ``synchronous`` workers train one model together, so that each has the same weights;
+    ``members`` are their tasks (``"chief 0"``, ``"worker 0"``, ...), the chief's first.
     ``source`` says where this was learned, for messages.
     """
 
@@ -28,6 +31,22 @@ class Role:
     synchronous: bool = False
     task: str = ""
     source: str = "no strategy and no cluster variables"
+    members: tuple[str, ...] = ()
+
+    @property
+    def task_type(self) -> str:
+        """The job of this process, such as ``"worker"``; empty without a cluster."""
+        return self.task.partition(" ")[0]
+
+    @property
+    def task_index(self) -> int:
+        """Its number within the job."""
+        return int(self.task.partition(" ")[2] or 0)
+
+    @property
+    def trains_together(self) -> bool:
+        """Whether others wait for this process at each step."""
+        return self.synchronous and not self.alone
 
     @property
     def alone(self) -> bool:
@@ -76,7 +95,12 @@ def role_from_environment(environment: Mapping[str, str]) -> Role:
         ("SLURM_PROCID", "SLURM_NTASKS"),
     ):
         if number in environment and world in environment:
-            return _role_from_rank(environment, number, world)
+            role = _role_from_rank(environment, number, world)
+            if world == "SLURM_NTASKS" and role.number == 0:
+                # Without a step: a batch script that has not called srun is one process, however
+                # many tasks it has asked for.
+                return Role(source="SLURM batch script without srun")
+            return role
     return Role()
 
 
@@ -140,13 +164,17 @@ def _role_in(
         )
     before = sum(len(tasks[name]) for name in jobs[: jobs.index(job)])
     leaders = [name for name in ("chief", "master") if name in cluster]
+    members: tuple[str, ...] = ()
+    if synchronous and job in _TRAINING_JOBS:
+        members = tuple(f"{name} {i}" for name in _TRAINING_JOBS for i in tasks.get(name, ()))
     return Role(
         number=before + tasks[job].index(int(index)),
-        world=sum(map(len, tasks.values())),
+        world=len(members) or sum(map(len, tasks.values())),
         chief=job in leaders or (not leaders and job == "worker" and int(index) == tasks[job][0]),
-        synchronous=synchronous and job != "evaluator",
+        synchronous=bool(members),
         task=f"{job} {index}",
         source=source,
+        members=members,
     )
 
 

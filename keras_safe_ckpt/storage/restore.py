@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,9 @@ def _load_into(model: Any, checkpoint: OpenCheckpoint, path: Path) -> None:
         if saved > len(optimizer.variables):
             # Keras would skip an optimizer that has no slots yet, and training would go on
             # with its momentum lost. (One that was saved before its first step has none.)
-            optimizer.build(model.trainable_variables)
+            strategy = getattr(model, "distribute_strategy", None)
+            with nullcontext() if strategy is None else strategy.scope():
+                optimizer.build(model.trainable_variables)
     if optimizer is not None and not with_optimizer:
         _log.warning("%s holds no optimizer state; the optimizer was left as it is.", path)
     # No copy, but it keeps the old values alive while it is there.

@@ -1,0 +1,280 @@
+"""Start a group of local workers, watch them, and start them again when they ask for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from keras_safe_ckpt.cluster.worker_output import Printer
+
+#: What a preempted worker ends with (elsewhere, and on Google's machines) to be started again.
+RESTART_CODES = (42, 143)
+#: A group that lived so long was not in a crash loop: the pause begins small again.
+_LIVED_LONG_SECONDS = 60.0
+_LONGEST_PAUSE_SECONDS = 60.0
+#: After one has failed the others are told by the cluster; they are given time to say why they end.
+_SETTLE_SECONDS = 10.0
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be run, how often, and how long to wait in between."""
+
+    command: Sequence[str]
+    workers: int
+    max_restarts: int = 10
+    restart_codes: Collection[int] = RESTART_CODES
+    first_pause_seconds: float = 0.5
+    #: How long the workers have to end after a signal, before they are killed.
+    grace_seconds: float = 60.0
+
+
+@dataclass
+class Attempt:
+    """One life of the group: how each worker ended, and after how long."""
+
+    #: By worker, in the order in which they ended.
+    codes: dict[int, int] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def first_failure(self) -> tuple[int, int] | None:
+        """The worker that ended the group, and its code."""
+        return next(((worker, code) for worker, code in self.codes.items() if code), None)
+
+
+@dataclass
+class Outcome:
+    """All lives of the group, and the exit code of the launcher."""
+
+    attempts: list[Attempt]
+    code: int
+    verdict: str
+
+
+def launch(plan: Plan, printer: Printer) -> Outcome:
+    """Run the group to its end. SIGTERM and SIGINT go to all workers, and end the restarts."""
+    return asyncio.run(_Launcher(plan, printer).run())
+
+
+class _Launcher:
+    def __init__(self, plan: Plan, printer: Printer) -> None:
+        self._plan = plan
+        self._printer = printer
+        self._processes: dict[int, asyncio.subprocess.Process] = {}
+        self._received: list[int] = []
+        self._told = asyncio.Event()
+
+    async def run(self) -> Outcome:
+        attempts: list[Attempt] = []
+        pause = self._plan.first_pause_seconds
+        with self._signals_forwarded():
+            while True:
+                attempt = await self._live()
+                attempts.append(attempt)
+                end = self._end_after(attempt, len(attempts) - 1)
+                if end is not None:
+                    return Outcome(attempts, *end)
+                if attempt.seconds > _LIVED_LONG_SECONDS:
+                    pause = self._plan.first_pause_seconds
+                worker, code = attempt.first_failure or (0, 0)
+                self._printer.note(
+                    f"worker {worker} ended with {describe_code(code)}: all start again in "
+                    f"{pause:.3g} s (restart {len(attempts)} of {self._plan.max_restarts})"
+                )
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._told.wait(), pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+                if self._received:
+                    return Outcome(attempts, *self._stopped(code))
+
+    def _end_after(self, attempt: Attempt, restarts: int) -> tuple[int, str] | None:
+        """The exit code and why, or None to start the group again."""
+        failure = attempt.first_failure
+        if failure is None:
+            return 0, "all workers finished"
+        worker, code = failure
+        if self._received:
+            return self._stopped(code)
+        if code not in self._plan.restart_codes:
+            return code, f"worker {worker} failed with {describe_code(code)}"
+        if restarts >= self._plan.max_restarts:
+            limit = f"the limit of {self._plan.max_restarts} restarts is reached"
+            return code, f"worker {worker} ended with {describe_code(code)}, and {limit}"
+        return None
+
+    def _stopped(self, code: int) -> tuple[int, str]:
+        number = self._received[0]
+        # A preempted group says that it wants to be started again, to whoever started us.
+        passed_on = code if code in self._plan.restart_codes else 128 + number
+        return passed_on, f"stopped by {signal.Signals(number).name}"
+
+    async def _live(self) -> Attempt:
+        attempt, began = Attempt(), time.monotonic()
+        with _reserved_ports(self._plan.workers) as ports:
+            try:
+                await self._start(ports)
+                await self._watch(attempt)
+            finally:
+                self._kill()
+                self._processes.clear()
+        attempt.seconds = time.monotonic() - began
+        return attempt
+
+    async def _start(self, ports: Sequence[int]) -> None:
+        for worker in range(self._plan.workers):
+            if self._received:
+                return
+            self._processes[worker] = await asyncio.create_subprocess_exec(
+                *self._plan.command,
+                env=worker_environment(os.environ, ports, worker),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                # Ctrl-C reaches the launcher alone, which passes it on once; and a worker can be
+                # ended together with the processes that it started.
+                start_new_session=True,
+                preexec_fn=_end_with_parent(),
+            )
+
+    async def _watch(self, attempt: Attempt) -> None:
+        """Until all have ended, which is bounded once one has failed or we are told to end."""
+        waiting = {
+            asyncio.create_task(self._wait_for(worker, process, attempt))
+            for worker, process in self._processes.items()
+        }
+        told = asyncio.create_task(self._told.wait())
+        schedule: deque[tuple[float, Callable[[], None]]] = deque()
+        ending = False
+        while waiting:
+            left = max(0.0, schedule[0][0] - time.monotonic()) if schedule else None
+            events = waiting if told.done() else {*waiting, told}
+            done, _ = await asyncio.wait(events, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            waiting -= done
+            now = time.monotonic()
+            if not ending and (self._received or attempt.first_failure):
+                ending = True
+                if not self._received:
+                    # The cluster tells them first, and they have time to say why they end.
+                    now += _SETTLE_SECONDS
+                    schedule.append((now, self._terminate))
+                schedule.append((now + self._plan.grace_seconds, self._give_up))
+            elif schedule and now >= schedule[0][0]:
+                schedule.popleft()[1]()
+        told.cancel()
+
+    async def _wait_for(
+        self, worker: int, process: asyncio.subprocess.Process, attempt: Attempt
+    ) -> None:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        pumps = [
+            asyncio.create_task(self._printer.pump(worker, stream, target))
+            for stream, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
+        ]
+        code = await process.wait()
+        attempt.codes[worker] = 128 - code if code < 0 else code
+        # A process that the worker left behind may hold its output open for ever.
+        await asyncio.wait(pumps, timeout=1.0)
+        for pump in pumps:
+            pump.cancel()
+
+    def _terminate(self) -> None:
+        self._send(signal.SIGTERM)
+
+    def _give_up(self) -> None:
+        self._printer.note(
+            f"still running {self._plan.grace_seconds:g} s after the signal: the workers are killed"
+        )
+        self._kill()
+
+    def _kill(self) -> None:
+        """Also what a worker has started and left behind."""
+        for process in self._processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+    def _send(self, number: int) -> None:
+        for process in self._processes.values():
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(number)
+
+    @contextlib.contextmanager
+    def _signals_forwarded(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+
+        def forward(number: int) -> None:
+            self._received.append(number)
+            self._told.set()
+            if len(self._received) > 1:
+                self._printer.note("told to end again: the workers are killed")
+                self._kill()
+            else:
+                name = signal.Signals(number).name
+                self._printer.note(f"{name} goes to all workers (again: they are killed)")
+                self._send(number)
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, forward, number)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+
+def worker_environment(
+    environment: Mapping[str, str], ports: Sequence[int], worker: int
+) -> dict[str, str]:
+    """What tells a worker who it is; output comes line by line, not when a buffer is full."""
+    cluster = {"worker": [f"127.0.0.1:{port}" for port in ports]}
+    config = {"cluster": cluster, "task": {"type": "worker", "index": worker}}
+    return {**environment, "TF_CONFIG": json.dumps(config), "PYTHONUNBUFFERED": "1"}
+
+
+def describe_code(code: int) -> str:
+    """An exit code as a person would say it; signals are counted from 128 as a shell does."""
+    with contextlib.suppress(ValueError):
+        if code > 128:
+            return f"code {code} ({signal.Signals(code - 128).name})"
+    return f"code {code}"
+
+
+@contextlib.contextmanager
+def _reserved_ports(count: int) -> Iterator[list[int]]:
+    """Ports that nobody else gets as long as this lasts, and that the workers can listen on.
+
+    A socket that is bound and does not listen keeps the kernel from handing its port out, and
+    with SO_REUSEADDR on both sides (gRPC sets it) it is not in the way of the one who listens.
+    """
+    with contextlib.ExitStack() as stack:
+        ports = []
+        for _ in range(count):
+            reserved = stack.enter_context(socket.socket())
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            reserved.bind(("127.0.0.1", 0))
+            ports.append(int(reserved.getsockname()[1]))
+        yield ports
+
+
+def _end_with_parent() -> Callable[[], None] | None:
+    """Have the workers of a launcher that was killed killed as well; nobody else would do it.
+
+    Not by SIGTERM: TensorFlow catches that one in every worker of a cluster, and goes on.
+    """
+    if not sys.platform.startswith("linux"):
+        return None
+    libc = ctypes.CDLL(None, use_errno=True)
+    return lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) and None
