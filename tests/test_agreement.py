@@ -24,6 +24,28 @@ from keras_safe_ckpt.cluster.coordination import LocalStore
 from keras_safe_ckpt.cluster.roles import Role
 
 _generations = itertools.count(1000)
+_opened: list = []
+
+
+@pytest.fixture(autouse=True)
+def everything_closed():
+    yield
+    close_all()
+    wait_until(lambda: not threads(), "the threads end")
+
+
+def close_all():
+    while _opened:
+        _opened.pop().close()
+
+
+def threads():
+    return [t for t in threading.enumerate() if t.name.startswith("keras_safe_ckpt-")]
+
+
+def opened(one):
+    _opened.append(one)
+    return one
 
 
 class Cluster:
@@ -32,9 +54,10 @@ class Cluster:
     def __init__(self, workers: int, patience: float = 20.0) -> None:
         store, generation = LocalStore(), next(_generations)
         members = tuple(f"worker {index}" for index in range(workers))
-        self.cohorts = [Cohort(store, task, members, generation) for task in members]
+        self.cohorts = [opened(Cohort(store, task, members, generation)) for task in members]
         self.agreements = [
-            agreement_in(cohort, "stop", patience_seconds=patience) for cohort in self.cohorts
+            opened(agreement_in(cohort, "stop", patience_seconds=patience))
+            for cohort in self.cohorts
         ]
         self._together = threading.Barrier(workers, timeout=30)
         self.errors: list[BaseException] = []
@@ -63,6 +86,7 @@ class Cluster:
                 self._together.abort()
 
         self.run(work)
+        close_all()
         if self.errors:
             raise self.errors[0]
         return seen
@@ -198,8 +222,8 @@ def test_a_worker_that_does_not_answer_is_named():
     store = LocalStore()
     members = ("worker 0", "worker 1", "worker 2")
     generation = next(_generations)
-    present = [Cohort(store, task, members, generation) for task in members[:2]]
-    agreements = [ClusterAgreement(one, "stop", patience_seconds=0.3) for one in present]
+    present = [opened(Cohort(store, task, members, generation)) for task in members[:2]]
+    agreements = [opened(ClusterAgreement(one, "stop", patience_seconds=0.3)) for one in present]
     agreements[1].request("stop", "x")
     for agreement in agreements:
         wait_until(lambda agreement=agreement: bool(agreement._rounds), "seen")
@@ -211,8 +235,8 @@ def test_a_worker_that_does_not_answer_is_named():
 def test_a_leader_that_does_not_answer_is_named(monkeypatch):
     monkeypatch.setattr("keras_safe_ckpt.cluster.agreement._MARGIN_SECONDS", 0.1)
     store = LocalStore()
-    cohort = Cohort(store, "worker 1", ("worker 0", "worker 1"), next(_generations))
-    agreement = ClusterAgreement(cohort, "stop", patience_seconds=0.2)
+    cohort = opened(Cohort(store, "worker 1", ("worker 0", "worker 1"), next(_generations)))
+    agreement = opened(ClusterAgreement(cohort, "stop", patience_seconds=0.2))
     agreement.request("stop", "x")
     wait_until(lambda: bool(agreement._rounds), "seen")
     with pytest.raises(AgreementError, match="no word from worker 0"):
@@ -235,8 +259,8 @@ class BrokenStore(LocalStore):
 
 def test_a_store_that_goes_away_ends_the_wait():
     store = BrokenStore()
-    cohort = Cohort(store, "worker 1", ("worker 0", "worker 1"), next(_generations))
-    agreement = ClusterAgreement(cohort, "stop")
+    cohort = opened(Cohort(store, "worker 1", ("worker 0", "worker 1"), next(_generations)))
+    agreement = opened(ClusterAgreement(cohort, "stop"))
     agreement.request("stop", "x")
     wait_until(lambda: bool(agreement._rounds), "seen")
     store.broken = True
@@ -247,12 +271,11 @@ def test_a_store_that_goes_away_ends_the_wait():
 
 
 def test_the_failure_of_a_worker_ends_the_wait_for_an_agreement():
-    cluster = Cluster(3)
     # One does not answer: its reader is not there.
     store, members = LocalStore(), ("worker 0", "worker 1")
     generation = next(_generations)
-    cohorts = [Cohort(store, task, members, generation) for task in members]
-    agreement = ClusterAgreement(cohorts[0], "stop", patience_seconds=60)
+    cohorts = [opened(Cohort(store, task, members, generation)) for task in members]
+    agreement = opened(ClusterAgreement(cohorts[0], "stop", patience_seconds=60))
     agreement.request("stop", "x")
     wait_until(lambda: bool(agreement._rounds), "seen")
     cohorts[1].fail(ValueError("bad batch"))
@@ -260,7 +283,6 @@ def test_the_failure_of_a_worker_ends_the_wait_for_an_agreement():
         agreement.after_step()
     with pytest.raises(AgreementError, match="bad batch"):
         agreement.at_end()
-    cluster.agreements[0].close()
 
 
 def test_alone_what_is_asked_is_due_after_the_running_step():
@@ -278,13 +300,7 @@ def test_alone_what_is_asked_is_due_after_the_running_step():
 
 
 def test_threads_end_when_the_agreement_is_closed():
-    def ours():
-        return [t for t in threading.enumerate() if t.name.startswith("keras_safe_ckpt-")]
-
-    before = len(ours())
-    cluster = Cluster(2)
-    assert len(ours()) >= before + 4
-    for agreement, cohort in zip(cluster.agreements, cluster.cohorts, strict=True):
-        agreement.close()
-        cohort.close()
-    wait_until(lambda: len(ours()) <= before, "the threads end", 10)
+    Cluster(2)
+    assert len(threads()) == 4
+    close_all()
+    wait_until(lambda: not threads(), "the threads end", 10)

@@ -10,7 +10,7 @@ import pytest
 from keras_setup import tf
 from processes import wait_until
 
-from keras_safe_ckpt import AgreementError, ClusterConfigError
+from keras_safe_ckpt import AgreementError
 from keras_safe_ckpt.cluster import cohort as cohort_module
 from keras_safe_ckpt.cluster.cohort import Cohort, common_run, current_cohort, open_cohort
 from keras_safe_ckpt.cluster.coordination import (
@@ -306,10 +306,11 @@ def test_messages_that_name_no_worker_blame_nobody():
 
 def test_nested_runs_share_one_cohort():
     assert current_cohort() is None
-    with common_run(Role()) as outer:
-        assert current_cohort() is outer
-        with common_run(Role()) as inner:
-            assert inner is outer
+    with common_run(Role()):
+        outer = current_cohort()
+        assert outer is not None
+        with common_run(Role()):
+            assert current_cohort() is outer
         assert current_cohort() is outer
     assert current_cohort() is None
     with pytest.raises(ValueError, match="x"), common_run(Role()):
@@ -317,14 +318,16 @@ def test_nested_runs_share_one_cohort():
     assert current_cohort() is None
 
 
-def test_no_cluster_no_coordination():
+def test_no_cluster_no_coordination(caplog):
     assert not is_coordinated()
     store, reason = coordination_store([("worker", 2)])
     assert store is None
     assert "MultiWorkerMirroredStrategy" in reason
     role = Role(0, 2, True, True, "worker 0", members=("worker 0", "worker 1"))
-    with pytest.raises(ClusterConfigError, match="no MultiWorkerMirroredStrategy was made"):
-        open_cohort(role)
+    assert open_cohort(role) is None
+    assert "no MultiWorkerMirroredStrategy was made" in caplog.text
+    with common_run(role):
+        assert current_cohort() is None
 
 
 def test_a_tensorflow_without_these_names_is_said(monkeypatch):

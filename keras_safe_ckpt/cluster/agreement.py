@@ -17,6 +17,7 @@ Every wait is bounded. A worker that does not post in time is named in an `Agree
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -24,6 +25,8 @@ from typing import NamedTuple, Protocol
 
 from keras_safe_ckpt.cluster.cohort import Cohort
 from keras_safe_ckpt.errors import AgreementError
+
+_log = logging.getLogger(__name__)
 
 #: How long after the leader's patience the others still wait for its word.
 _MARGIN_SECONDS = 5.0
@@ -143,9 +146,13 @@ class ClusterAgreement:
         return self._due(None)
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
+        if self._closed:
+            return
+        self._closed = True
+        try:
             self._append(_END)
+        except AgreementError as gone:
+            _log.debug("Closed without the store: %s", gone)  # Its reader knows, too.
 
     def _append(self, entry: list[str]) -> bool:
         for number in itertools.count():

@@ -7,6 +7,7 @@ import json
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +20,7 @@ from keras_safe_ckpt.cluster.coordination import (
     wait_for,
 )
 from keras_safe_ckpt.cluster.roles import Role
-from keras_safe_ckpt.errors import AgreementError, ClusterConfigError
+from keras_safe_ckpt.errors import AgreementError
 
 _log = logging.getLogger(__name__)
 
@@ -241,16 +242,17 @@ _current: Cohort | None = None
 
 
 @contextmanager
-def common_run(role: Role) -> Iterator[Cohort]:
-    """The cohort of everything that runs in here, nested runs included; guarded."""
+def common_run(role: Role) -> Iterator[None]:
+    """Everything in here, nested runs included, belongs to one cohort, and is guarded."""
     global _current
-    if _current is not None:
-        yield _current
+    cohort = None if _current is not None else open_cohort(role)
+    if cohort is None:
+        yield
         return
-    cohort = _current = open_cohort(role)
+    _current = cohort
     try:
         with cohort.guarding():
-            yield cohort
+            yield
     finally:
         _current = None
         cohort.close()
@@ -261,14 +263,21 @@ def current_cohort() -> Cohort | None:
     return _current
 
 
-def open_cohort(role: Role) -> Cohort:
-    """The cohort of this process, newly opened: all workers open theirs in the same order."""
+def open_cohort(role: Role) -> Cohort | None:
+    """The cohort of this process, newly opened: all workers open theirs in the same order.
+
+    None, with a warning, where TensorFlow does not let the workers talk to each other.
+    """
     if not role.trains_together:
-        return Cohort(LocalStore(), role.task or "this process", (role.task or "this process",))
-    jobs = {task.partition(" ")[0]: 0 for task in role.members}
-    for task in role.members:
-        jobs[task.partition(" ")[0]] += 1
+        task = role.task or "this process"
+        return Cohort(LocalStore(), task, (task,))
+    jobs = Counter(task.partition(" ")[0] for task in role.members)
     store, reason = coordination_store(list(jobs.items()))
     if store is None:
-        raise ClusterConfigError("coordination service", reason)
+        _log.warning(
+            "The workers cannot talk to each other (%s): an error in one of them may leave the "
+            "others waiting.",
+            reason,
+        )
+        return None
     return Cohort(store, role.task, role.members)
