@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
@@ -85,9 +86,11 @@ moments = [("batch begin", step) for step in range(STEPS * EPOCHS)]
 moments += [("batch end", step + 1) for step in range(STEPS * EPOCHS)]
 moments += [("validation", STEPS), ("validation", STEPS * EPOCHS)]
 stops = {}
-for moment in moments:
-    for who in [*range(WORLD), "all"]:
-        for how in ARGUMENTS:
+everyone, ways = [*range(WORLD), "all"], ("inline", "thread")
+for number, moment in enumerate(moments):
+    for who in json.loads(ARGUMENTS[0]) or everyone:
+        place = number + everyone.index(who)
+        for how in ways if ARGUMENTS[1] == "both ways" else ways[place % 2:][:1]:
             def where(hook, step):
                 return how if (hook, step) == moment and who in (INDEX, "all") else ""
             callback = Stopping(where)
@@ -100,12 +103,24 @@ report(stops=stops, nobody=nobody.stopped, weights=float(np.sum(model.get_weight
 )
 
 
-@pytest.mark.parametrize(("workers", "how"), [(2, ["inline", "thread"]), (3, ["thread"])])
-def test_all_stop_after_the_same_step_wherever_the_notice_comes(tmp_path, workers, how):
-    results = launch_ok(tmp_path, EVERYWHERE, *how, workers=workers, timeout=280)
+@pytest.mark.parametrize(
+    ("workers", "who", "ways"),
+    [
+        (2, [], "one way"),
+        (3, [1, "all"], "one way"),
+        pytest.param(2, [], "both ways", marks=pytest.mark.campaign),
+        pytest.param(3, [], "both ways", marks=pytest.mark.campaign),
+    ],
+)
+def test_all_stop_after_the_same_step_wherever_the_notice_comes(
+    tmp_path, record_property, workers, who, ways
+):
+    arguments = (json.dumps(who), ways)
+    results = launch_ok(tmp_path, EVERYWHERE, *arguments, workers=workers, timeout=290)
     stops = results[0]["stops"]
     # Ten moments; each worker alone, and all of them at once.
-    assert len(stops) == 10 * (workers + 1) * len(how)
+    assert len(stops) == 10 * len(who or range(workers + 1)) * (2 if ways == "both ways" else 1)
+    record_property("campaign", f"{len(stops)} notices to {workers} workers, all stopped together")
     late = []
     for name, (step, count, reason) in stops.items():
         hook, position, who = name.rsplit(" ", 3)[:3]
