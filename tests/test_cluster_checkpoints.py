@@ -155,3 +155,44 @@ def test_no_cluster_no_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         SafeModelCheckpoint("m.keras")
+
+
+BY_HAND = (
+    TRAINING.replace("keras_safe_ckpt.enable_multi_worker_fit()", "")
+    + """
+import threading
+def listeners():
+    return [t for t in threading.enumerate() if t.name == "keras_safe_ckpt-cohort"]
+def until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+model = build(4000)
+with strategy.scope():
+    model.optimizer.build(model.trainable_variables)
+path = (ARGUMENTS[0] if INDEX == 0 else FOLDER) + "/m.weights.h5"
+callback = SafeModelCheckpoint(path, save_weights_only=True)
+callback.set_model(model)
+callback.on_train_begin()  # And then it was interrupted.
+callback.on_train_begin()
+until(lambda: len(listeners()) == 1)
+callback.on_epoch_begin(0)
+try:
+    callback.on_epoch_end(0, {"loss": 1.0})
+    if INDEX == 0:
+        until(lambda: not callback._saver._writer.busy)
+    callback.on_train_batch_end(0)  # Where the chief hears of it, and tells the other.
+    callback.on_train_end()
+except Exception as error:
+    report(error=f"{type(error).__name__}: {error}")
+"""
+)
+
+
+def test_without_fit_a_failed_save_reaches_the_others_too(tmp_path, small_disk):
+    """As on a Keras that needs no `enable_multi_worker_fit`."""
+    chief, other = launch_ok(tmp_path, BY_HAND, small_disk("size=64k"))
+    assert chief["error"].startswith("CheckpointWriteError: Could not write ")
+    assert "worker 0 failed with CheckpointWriteError: Could not write " in other["error"]

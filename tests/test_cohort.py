@@ -185,6 +185,22 @@ def test_the_leader_stays_until_the_others_have_heard(store, cohorts, monkeypatc
     assert left.index("worker 0") > 0
 
 
+def test_a_leader_that_failed_and_took_the_store_with_it_is_quoted(store, cohorts, monkeypatch):
+    cohorts[0].fail(OSError("disk full"))
+    with pytest.raises(AgreementError, match="disk full"):
+        wait_until(lambda: cohorts[1].check(), "never")
+
+    def gone(*arguments):
+        raise AgreementError(["worker 0"], "the coordination service is gone")
+
+    monkeypatch.setattr(store, "put", gone)
+    monkeypatch.setattr(store, "get", gone)
+    with pytest.raises(AgreementError, match="worker 0 failed with OSError: disk full"):
+        cohorts[1].barrier("end", seconds=10)
+    with pytest.raises(AgreementError, match="service is gone"):
+        cohorts[0].barrier("end", seconds=10)
+
+
 def test_alone_a_barrier_raises_what_it_is_given():
     cohort = open_cohort(Role())
     cohort.barrier("save")

@@ -6,18 +6,22 @@ import asyncio
 import io
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 from clusters import launch
 from processes import environment, wait_until
 
 from keras_safe_ckpt.cli.main import main
-from keras_safe_ckpt.cluster.launch import describe_code
+from keras_safe_ckpt.cluster import launch as launch_module
+from keras_safe_ckpt.cluster.launch import Plan, describe_code, worker_environment
+from keras_safe_ckpt.cluster.launch import launch as run_group
 from keras_safe_ckpt.cluster.worker_output import Printer, wants_colour
 
 #: Counts its lives in a file; what it does in each is the argument, split by commas.
@@ -202,8 +206,6 @@ def test_a_second_signal_kills(tmp_path):
 def test_workers_of_a_killed_launcher_are_killed(tmp_path):
     process = start(tmp_path, "ignore,ready,wait", "child,ready,wait")
     all_ready(tmp_path, 2)
-    import psutil
-
     workers = [child.pid for child in psutil.Process(process.pid).children()]
     assert len(workers) == 2
     process.kill()
@@ -262,8 +264,6 @@ def test_wrong_usage_is_explained(capsys, arguments, message):
     except SystemExit as leaving:
         code = leaving.code
     assert code == 2
-    import re
-
     assert re.search(message, capsys.readouterr().err)
 
 
@@ -319,6 +319,30 @@ def test_a_reader_that_is_gone_does_not_stop_the_workers():
             raise BrokenPipeError
 
     Printer(1, colour=False, notes=Gone()).note("hello")
+
+
+def test_pauses_grow_unless_the_group_lived_long(tmp_path, monkeypatch):
+    script = tmp_path / "worker.py"
+    script.write_text("raise SystemExit(42)")
+
+    def pauses():
+        notes = io.StringIO()
+        plan = Plan([sys.executable, str(script)], 1, max_restarts=3, first_pause_seconds=0.01)
+        outcome = run_group(plan, Printer(1, colour=False, notes=notes))
+        assert (outcome.code, len(outcome.attempts)) == (42, 4)
+        return re.findall(r"again in ([\d.]+) s", notes.getvalue())
+
+    assert pauses() == ["0.01", "0.02", "0.04"]
+    monkeypatch.setattr(launch_module, "_LONGEST_PAUSE_SECONDS", 0.02)
+    assert pauses() == ["0.01", "0.02", "0.02"]
+    monkeypatch.setattr(launch_module, "_LIVED_LONG_SECONDS", 0.0)
+    assert pauses() == ["0.01", "0.01", "0.01"]
+
+
+def test_output_is_not_held_back():
+    variables = worker_environment({"A": "b"}, [1, 2], 1)
+    assert variables["PYTHONUNBUFFERED"] == "1"
+    assert variables["A"] == "b"
 
 
 def test_codes_are_told_as_people_say_them():

@@ -69,12 +69,23 @@ class Cohort:
 
     def put(self, key: str, value: Any) -> bool:
         """Write a value (of JSON) that all can read; False if somebody has done so before."""
-        return self._store.put(f"{self._prefix}/{key}", json.dumps(value))
+        with self._reason_for_a_lost_store():
+            return self._store.put(f"{self._prefix}/{key}", json.dumps(value))
 
     def get(self, key: str, seconds: float) -> Any:
         """The value of a key, or None if it has none after so long."""
-        value = wait_for(self._store, f"{self._prefix}/{key}", time.monotonic() + seconds)
+        with self._reason_for_a_lost_store():
+            value = wait_for(self._store, f"{self._prefix}/{key}", time.monotonic() + seconds)
         return None if value is None else json.loads(value)
+
+    @contextmanager
+    def _reason_for_a_lost_store(self) -> Iterator[None]:
+        """It goes with the leader; if that one said before why it ends, that is what to say."""
+        try:
+            yield
+        except AgreementError:
+            self.check()
+            raise
 
     def collect(self, key: str, seconds: float) -> tuple[dict[str, Any], list[str]]:
         """What each member has written under ``key/<task>``, and who has not in this time."""
