@@ -8,17 +8,15 @@ import os
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from keras_safe_ckpt.callbacks.messages import say
-from keras_safe_ckpt.cluster.cohort import Cohort, current_cohort, open_cohort
+from keras_safe_ckpt.cluster.membership import Membership
 from keras_safe_ckpt.cluster.roles import role_of
 from keras_safe_ckpt.cluster.write_policies import WritePolicy, ensure_places_differ, place
-from keras_safe_ckpt.errors import AgreementError
 from keras_safe_ckpt.storage.formats import FORMATS
 from keras_safe_ckpt.storage.keras_internals import better_direction
 from keras_safe_ckpt.storage.lookup import checkpoints_of, of_series
@@ -101,17 +99,12 @@ class CheckpointRun:
         self._seen = False  # Whether there was a file in this run, whoever wrote it.
         self._news: deque[str] = deque()
         self._check_cluster()
-        self._cohort: Cohort | None = None
-        self._own_cohort: Cohort | None = None
-        if self._role.trains_together:
-            self._cohort = current_cohort()
-            if self._cohort is None:  # A Keras that needs no `enable_multi_worker_fit`.
-                self._cohort = self._own_cohort = open_cohort(self._role)
+        self._membership = Membership(self._role)
         saver.use_format(settings.format)
         if self._writes:
             apart = self._shown.text != settings.template.text
             worker = f"worker-{self._role.number}" if apart else None
-            with self._others_told():
+            with self._membership.others_told():
                 saver.open(self._template, worker, _largest_size(callback.model))
         best.mode = None
         self.direction_is_open = True
@@ -136,7 +129,7 @@ class CheckpointRun:
 
     def save(self, moment: Moment, logs: Mapping[str, Any]) -> bool:
         """Save if it is worth it, and say whether."""
-        with self._others_told():
+        with self._membership.others_told():
             return self._save(moment, logs)
 
     def _save(self, moment: Moment, logs: Mapping[str, Any]) -> bool:
@@ -199,7 +192,7 @@ class CheckpointRun:
         try:
             self._saver.poll()
         except Exception as error:
-            self._tell_others(error)
+            self._membership.tell_others(error)
             raise
 
     def finish(self) -> None:
@@ -211,14 +204,8 @@ class CheckpointRun:
             error = failed
         finally:
             self._say_news()
-        if self._cohort is not None:
-            # Who returns from `fit` can rely on the files of the others.
-            try:
-                self._cohort.barrier("SafeModelCheckpoint", error, seconds=_LAST_SAVE_SECONDS)
-            finally:
-                self.close()
-        elif error is not None:
-            raise error
+        # Who returns from `fit` can rely on the files of the others.
+        self._membership.finish("SafeModelCheckpoint", error, _LAST_SAVE_SECONDS)
         if self._found is not None and self._was_judged and not self._saves:
             _log.warning(
                 "Nothing was saved: %s never got better than %.5f of %s, which this training did "
@@ -228,21 +215,7 @@ class CheckpointRun:
 
     def close(self) -> None:
         """Also of a run that was interrupted, before the next one."""
-        if self._own_cohort is not None:
-            self._own_cohort.close()
-
-    @contextmanager
-    def _others_told(self) -> Iterator[None]:
-        """They wait for this worker: they are to end as well if it fails in here."""
-        try:
-            yield
-        except Exception as error:
-            self._tell_others(error)
-            raise
-
-    def _tell_others(self, error: Exception) -> None:
-        if self._cohort is not None and not isinstance(error, AgreementError):
-            self._cohort.fail(error)
+        self._membership.close()
 
     def _check_cluster(self) -> None:
         seconds = self._settings.save_every_seconds
