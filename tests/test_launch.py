@@ -192,6 +192,24 @@ def test_a_signal_between_two_lives_ends_it(tmp_path):
     assert len(ports_of(tmp_path, 0)) < 7
 
 
+def test_a_signal_while_workers_are_started_ends_it(tmp_path, monkeypatch):
+    script = tmp_path / "worker.py"
+    script.write_text("import time; time.sleep(1000)")
+    real = launch_module.worker_environment
+
+    def told_meanwhile(variables, ports, worker):
+        if worker == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(variables, ports, worker)
+
+    monkeypatch.setattr(launch_module, "worker_environment", told_meanwhile)
+    plan = Plan([sys.executable, str(script)], 3, grace_seconds=20)
+    outcome = run_group(plan, Printer(3, colour=False, notes=io.StringIO()))
+    assert (outcome.code, outcome.verdict) == (143, "stopped by SIGTERM")
+    assert set(outcome.attempts[0].codes) <= {0, 1}
+    assert outcome.attempts[0].seconds < 20
+
+
 def test_a_second_signal_kills(tmp_path):
     process = start(tmp_path, "ignore,ready,wait")
     all_ready(tmp_path, 1)

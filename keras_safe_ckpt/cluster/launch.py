@@ -101,10 +101,9 @@ class _Launcher:
 
     def _end_after(self, attempt: Attempt, restarts: int) -> tuple[int, str] | None:
         """The exit code and why, or None to start the group again."""
-        failure = attempt.first_failure
-        if failure is None:
+        worker, code = attempt.first_failure or (0, 0)
+        if not code and len(attempt.codes) == self._plan.workers:
             return 0, "all workers finished"
-        worker, code = failure
         if self._received:
             return self._stopped(code)
         if code not in self._plan.restart_codes:
@@ -136,7 +135,7 @@ class _Launcher:
         for worker in range(self._plan.workers):
             if self._received:
                 return
-            self._processes[worker] = await asyncio.create_subprocess_exec(
+            process = self._processes[worker] = await asyncio.create_subprocess_exec(
                 *self._plan.command,
                 env=worker_environment(os.environ, ports, worker),
                 stdin=asyncio.subprocess.DEVNULL,
@@ -147,6 +146,8 @@ class _Launcher:
                 start_new_session=True,
                 preexec_fn=_end_with_parent(),
             )
+            if self._received:  # While it was started: it was not among those that were told.
+                process.send_signal(self._received[0])
 
     async def _watch(self, attempt: Attempt) -> None:
         """Until all have ended, which is bounded once one has failed or we are told to end."""
