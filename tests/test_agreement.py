@@ -285,6 +285,31 @@ def test_the_failure_of_a_worker_ends_the_wait_for_an_agreement():
         agreement.at_end()
 
 
+def test_a_request_after_a_failure_blames_who_failed():
+    store, members = LocalStore(), ("worker 0", "worker 1", "worker 2")
+    generation = next(_generations)
+    cohorts = [opened(Cohort(store, task, members, generation)) for task in members]
+    agreements = [opened(ClusterAgreement(cohorts[n], "stop")) for n in (0, 2)]
+    cohorts[1].fail(ValueError("boom"))
+    for cohort in (cohorts[0], cohorts[2]):
+        with pytest.raises(AgreementError, match="boom"):
+            wait_until(lambda cohort=cohort: cohort.check(), "never")
+    agreements[1].request("stop", "x")
+    for agreement in agreements:
+        wait_until(lambda agreement=agreement: bool(agreement._rounds), "seen")
+        began = time.monotonic()
+        with pytest.raises(AgreementError, match="worker 1 failed with ValueError: boom"):
+            agreement.after_step()
+        assert time.monotonic() - began < 10
+
+
+def test_readers_end_with_their_cohort():
+    cluster = Cluster(2)
+    for cohort in cluster.cohorts:
+        cohort.close()
+    wait_until(lambda: not threads(), "the threads end", 10)
+
+
 def test_alone_what_is_asked_is_due_after_the_running_step():
     cohort = open_cohort(Role())
     agreement = agreement_in(cohort, "stop")

@@ -208,7 +208,33 @@ def test_alone_a_barrier_raises_what_it_is_given():
         cohort.barrier("save", OSError("disk full"))
 
 
+def test_a_leader_that_came_late_is_not_blamed_for_who_did_not_come(cohorts):
+    def work(cohort):
+        if cohort.leads:
+            time.sleep(0.8)
+        cohort.barrier("save", seconds=1.0)
+
+    for result in together(cohorts[:2], work):
+        assert isinstance(result, AgreementError)
+        assert result.missing == ("worker 2",)
+
+
 # Failures
+
+
+def test_a_failure_is_heard_after_somebody_has_finished(cohorts):
+    cohorts[0].close()
+    cohorts[1].fail(ValueError("in the last callback"))
+    with pytest.raises(AgreementError, match="worker 1 failed with ValueError: in the last"):
+        wait_until(lambda: cohorts[2].check(), "never")
+    cohorts[0].check()  # For that one it is over.
+
+
+def test_who_ends_well_hears_who_did_not(store, cohorts):
+    cohorts[1].fail(ValueError("boom"))
+    told = "worker 1 failed with ValueError: boom"
+    with pytest.raises(AgreementError, match=told), cohorts[0].guarding():
+        wait_until(lambda: bool(store.aborted), "heard")
 
 
 def test_others_hear_of_a_failure_and_leave_their_collectives(store, cohorts):

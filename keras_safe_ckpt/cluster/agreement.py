@@ -167,7 +167,7 @@ class ClusterAgreement:
             entry = self._cohort.get(f"{self._name}/log/{number}", _SLICE_SECONDS)
             if entry is not None:
                 return list(entry)
-            if self._log_read.is_set():
+            if self._log_read.is_set() or self._cohort.closed:
                 return _END
 
     def _due(self, steps: int | None) -> tuple[Request, ...]:
@@ -205,7 +205,7 @@ class ClusterAgreement:
             if self._cohort.leads:
                 posts, missing = self._cohort.collect(key, self._patience)
                 self._cohort.put(f"{key}/agreed", [max(posts.values()) + 1, missing])
-            agreed = self._cohort.get(f"{key}/agreed", self._patience + _MARGIN_SECONDS)
+            agreed = self._cohort.await_word(f"{key}/agreed", self._patience + _MARGIN_SECONDS)
             if agreed is None:
                 leader = self._cohort.members[0]
                 raise AgreementError([leader], f"no word from {leader}")

@@ -87,6 +87,17 @@ class Cohort:
             self.check()
             raise
 
+    def await_word(self, key: str, seconds: float) -> Any:
+        """As `get`; raises as soon as it is known that a worker has failed."""
+        deadline = time.monotonic() + seconds
+        while True:
+            value = self.get(key, min(_SLICE_SECONDS, _left(deadline)))
+            if value is not None:
+                return value
+            self.check()
+            if not _left(deadline):
+                return None
+
     def collect(self, key: str, seconds: float) -> tuple[dict[str, Any], list[str]]:
         """What each member has written under ``key/<task>``, and who has not in this time."""
         values: dict[str, Any] = {}
@@ -132,6 +143,7 @@ class Cohort:
         """Tell the others of what is raised in here; say who failed if it was one of them."""
         try:
             yield
+            self.check()  # Who has ended before the news came is to hear it now.
         except BaseException as error:
             cause = self._failure_behind(error)
             if cause is None:
@@ -183,15 +195,15 @@ class Cohort:
             self.put(f"{key}/verdict", verdict)
             self._see_off(key, [task for task in values if task != self.task])
             return verdict
-        deadline = time.monotonic() + seconds + _DEPARTURE_SECONDS
-        while True:
-            found = self.get(f"{key}/verdict", min(_SLICE_SECONDS, _left(deadline)))
-            if found is not None:
-                self.put(f"{key}/left/{self.task}", True)
-                return dict(found)
-            self.check()
-            if not _left(deadline):
-                raise AgreementError(self.members[:1], f"no word from {self.members[0]}")
+        leader = self.members[0]
+        found = self.await_word(f"{key}/verdict", seconds + _DEPARTURE_SECONDS)
+        if found is None and self.get(f"{key}/{leader}", 0) is not None:
+            # It came later than this worker, and may still be waiting for somebody else.
+            found = self.await_word(f"{key}/verdict", seconds + _DEPARTURE_SECONDS)
+        if found is None:
+            raise AgreementError([leader], f"no word from {leader}")
+        self.put(f"{key}/left/{self.task}", True)
+        return dict(found)
 
     def _see_off(self, key: str, tasks: list[str]) -> None:
         deadline = time.monotonic() + _DEPARTURE_SECONDS
@@ -201,36 +213,32 @@ class Cohort:
 
     # Its life.
 
+    @property
+    def closed(self) -> bool:
+        return self._closed.is_set()
+
     def close(self) -> None:
-        """The common stretch is over; what fails from now on concerns nobody else."""
-        if self._closed.is_set():
-            return
+        """This worker has ended its stretch; the others go on hearing of each other's failures."""
         self._closed.set()
-        try:
-            # Wakes the threads that listen, here and on the other workers.
-            self.put("failure", None)
-        except AgreementError as gone:
-            _log.debug("Closed without the store: %s", gone)
 
     def _listen(self) -> None:
         """Wait for the failure of another worker, and tear this one out of its waiting."""
         try:
-            key = f"{self._prefix}/failure"
-            while (value := self._store.get(key, _SLICE_SECONDS)) is None:
-                if self._closed.is_set():
-                    return
+            key, value = f"{self._prefix}/failure", None
+            while value is None and not self.closed:
+                value = self._store.get(key, _SLICE_SECONDS)
         except AgreementError as gone:
             # The collectives of this worker fail by themselves, and say why.
             _log.debug("No more news of failures: %s", gone)
             return
-        failure = json.loads(value)
-        if failure is None or self._failed_here:
+        if value is None or self.closed or self._failed_here:
             return
-        self._failure = (failure[0], failure[1])
+        missing, reason = json.loads(value)
+        self._failure = (missing, reason)
         for listener in list(self._listeners):
             listener()
         if not self._closed.wait(_SETTLE_SECONDS) and not self._failed_here:
-            self._store.abort_collectives(failure[1])
+            self._store.abort_collectives(reason)
 
     def _failure_behind(self, error: BaseException) -> AgreementError | None:
         """Which other worker is to blame, if one is."""

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from keras_safe_ckpt.cluster.worker_output import Printer
 
@@ -73,7 +74,11 @@ class _Launcher:
         self._plan = plan
         self._printer = printer
         self._processes: dict[int, asyncio.subprocess.Process] = {}
+        self._outputs: dict[int, list[_Output]] = {}
+        self._pumps: dict[int, list[asyncio.Task[None]]] = {}
+        self._attempt = Attempt()
         self._received: list[int] = []
+        self._failure_when_told: tuple[int, int] | None = None
         self._told = asyncio.Event()
 
     async def run(self) -> Outcome:
@@ -114,13 +119,17 @@ class _Launcher:
         return None
 
     def _stopped(self, code: int) -> tuple[int, str]:
+        worker, failed = self._failure_when_told or (0, 0)
+        if failed and failed not in self._plan.restart_codes:
+            return failed, f"worker {worker} failed with {describe_code(failed)}"
         number = self._received[0]
         # A preempted group says that it wants to be started again, to whoever started us.
         passed_on = code if code in self._plan.restart_codes else 128 + number
         return passed_on, f"stopped by {signal.Signals(number).name}"
 
     async def _live(self) -> Attempt:
-        attempt, began = Attempt(), time.monotonic()
+        attempt = self._attempt = Attempt()
+        began = time.monotonic()
         with _reserved_ports(self._plan.workers) as ports:
             try:
                 await self._start(ports)
@@ -135,19 +144,31 @@ class _Launcher:
         for worker in range(self._plan.workers):
             if self._received:
                 return
-            process = self._processes[worker] = await asyncio.create_subprocess_exec(
-                *self._plan.command,
-                env=worker_environment(os.environ, ports, worker),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                # Ctrl-C reaches the launcher alone, which passes it on once; and a worker can be
-                # ended together with the processes that it started.
-                start_new_session=True,
-                preexec_fn=_end_with_parent(),
-            )
+            outputs = [await _open_output(), await _open_output()]
+            try:
+                process = self._processes[worker] = await asyncio.create_subprocess_exec(
+                    *self._plan.command,
+                    env=worker_environment(os.environ, ports, worker),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=outputs[0].descriptor,
+                    stderr=outputs[1].descriptor,
+                    # Ctrl-C reaches the launcher alone, which passes it on once; and a worker can
+                    # be ended together with the processes that it started.
+                    start_new_session=True,
+                    preexec_fn=_end_with_parent(),
+                )
+            finally:
+                for output in outputs:
+                    os.close(output.descriptor)
+            self._outputs[worker] = outputs
+            self._pumps[worker] = [
+                asyncio.create_task(self._printer.pump(worker, output.reader, target))
+                for output, target in zip(outputs, (sys.stdout, sys.stderr), strict=True)
+            ]
             if self._received:  # While it was started: it was not among those that were told.
-                process.send_signal(self._received[0])
+                process.send_signal(
+                    self._received[0] if len(self._received) == 1 else signal.SIGKILL
+                )
 
     async def _watch(self, attempt: Attempt) -> None:
         """Until all have ended, which is bounded once one has failed or we are told to end."""
@@ -157,20 +178,25 @@ class _Launcher:
         }
         told = asyncio.create_task(self._told.wait())
         schedule: deque[tuple[float, Callable[[], None]]] = deque()
-        ending = False
         while waiting:
             left = max(0.0, schedule[0][0] - time.monotonic()) if schedule else None
             events = waiting if told.done() else {*waiting, told}
             done, _ = await asyncio.wait(events, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             waiting -= done
             now = time.monotonic()
-            if not ending and (self._received or attempt.first_failure):
-                ending = True
-                if not self._received:
-                    # The cluster tells them first, and they have time to say why they end.
-                    now += _SETTLE_SECONDS
-                    schedule.append((now, self._terminate))
+            if told in done:
+                schedule = deque([(now + self._plan.grace_seconds, self._give_up)])
+            elif not (schedule or self._received) and attempt.first_failure:
+                # The cluster tells the others first, and they have time to say why they end.
+                now += _SETTLE_SECONDS
+                schedule.append((now, self._terminate))
                 schedule.append((now + self._plan.grace_seconds, self._give_up))
+                if waiting:
+                    worker, code = attempt.first_failure
+                    self._printer.note(
+                        f"worker {worker} ended with {describe_code(code)}; the others get "
+                        f"SIGTERM if they have not ended in {_SETTLE_SECONDS:g} s"
+                    )
             elif schedule and now >= schedule[0][0]:
                 schedule.popleft()[1]()
         told.cancel()
@@ -178,27 +204,23 @@ class _Launcher:
     async def _wait_for(
         self, worker: int, process: asyncio.subprocess.Process, attempt: Attempt
     ) -> None:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        pumps = [
-            asyncio.create_task(self._printer.pump(worker, stream, target))
-            for stream, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
-        ]
         code = await process.wait()
         attempt.codes[worker] = 128 - code if code < 0 else code
         # A process that the worker left behind may hold its output open for ever.
+        pumps = self._pumps.pop(worker)
         await asyncio.wait(pumps, timeout=1.0)
-        for pump in pumps:
+        for pump, output in zip(pumps, self._outputs.pop(worker), strict=True):
             pump.cancel()
+            output.transport.close()
 
     def _terminate(self) -> None:
         self._send(signal.SIGTERM)
 
     def _give_up(self) -> None:
+        self._kill()
         self._printer.note(
             f"still running {self._plan.grace_seconds:g} s after the signal: the workers are killed"
         )
-        self._kill()
 
     def _kill(self) -> None:
         """Also what a worker has started and left behind."""
@@ -217,15 +239,17 @@ class _Launcher:
         loop = asyncio.get_running_loop()
 
         def forward(number: int) -> None:
+            if not self._received:
+                self._failure_when_told = self._attempt.first_failure
             self._received.append(number)
             self._told.set()
             if len(self._received) > 1:
-                self._printer.note("told to end again: the workers are killed")
                 self._kill()
+                self._printer.note("told to end again: the workers are killed")
             else:
+                self._send(number)
                 name = signal.Signals(number).name
                 self._printer.note(f"{name} goes to all workers (again: they are killed)")
-                self._send(number)
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, forward, number)
@@ -251,6 +275,24 @@ def describe_code(code: int) -> str:
         if code > 128:
             return f"code {code} ({signal.Signals(code - 128).name})"
     return f"code {code}"
+
+
+class _Output(NamedTuple):
+    """A pipe: what a worker writes to ``descriptor`` comes out of ``reader``."""
+
+    reader: asyncio.StreamReader
+    transport: asyncio.BaseTransport
+    descriptor: int
+
+
+async def _open_output() -> _Output:
+    """Not by asyncio, which takes a process for running as long as anybody holds its output."""
+    read, write = os.pipe()
+    reader = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read, "rb", buffering=0)
+    )
+    return _Output(reader, transport, write)
 
 
 @contextlib.contextmanager

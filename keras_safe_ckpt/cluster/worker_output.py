@@ -58,8 +58,9 @@ class Printer:
         try:
             target.write(text + "\n")
             target.flush()
-        except (BrokenPipeError, ValueError):
-            # Whoever read this is gone (`| head`); the workers go on.
+        except (OSError, ValueError):
+            # Whoever read this is gone (`| head`), or the disk of the log is full. The workers go
+            # on, so their output must go on being read.
             return
 
     def _coloured(self, text: str, code: int) -> str:
