@@ -47,7 +47,7 @@ def test_links_lead_somewhere():
 
 
 def test_named_files_are_there():
-    for name in re.findall(r"`((?:benchmarks|keras_safe_ckpt|tests)/[\w./]+\.py)", README):
+    for name in re.findall(r"`((?:benchmarks|examples|keras_safe_ckpt|tests)/[\w./]+\.\w+)", README):
         assert (PROJECT / name).exists(), name
 
 

@@ -97,11 +97,11 @@ def _build_from_a_local_batch(original: Any) -> Any:
         strategy = self.distribute_strategy
         if not is_multi_worker(strategy):
             return original(self, iterator=iterator, data_batch=data_batch)
-        if iterator is not None:
-            _, _, batches = next(iter(iterator))
+        for _, _, batches in () if iterator is None else iterator:
             data_batch = import_keras().tree.map_structure(
                 lambda values: strategy.experimental_local_results(values)[0], next(batches)
             )
+            break
         # Without an iterator Keras goes on as it should.
         return original(self, data_batch=data_batch)
 
