@@ -47,7 +47,10 @@ def test_links_lead_somewhere():
 
 
 def test_named_files_are_there():
-    for name in re.findall(r"`((?:benchmarks|examples|keras_safe_ckpt|tests)/[\w./]+\.\w+)", README):
+    folders = "benchmarks|examples|keras_safe_ckpt|tests"
+    names = re.findall(rf"`((?:{folders})/[\w./]+\.\w+)", README)
+    assert len(names) > 5
+    for name in names:
         assert (PROJECT / name).exists(), name
 
 
