@@ -166,9 +166,8 @@ class _Launcher:
                 for output, target in zip(outputs, (sys.stdout, sys.stderr), strict=True)
             ]
             if self._received:  # While it was started: it was not among those that were told.
-                process.send_signal(
-                    self._received[0] if len(self._received) == 1 else signal.SIGKILL
-                )
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(signal.SIGKILL if self._received[1:] else self._received[0])
 
     async def _watch(self, attempt: Attempt) -> None:
         """Until all have ended, which is bounded once one has failed or we are told to end."""
