@@ -197,3 +197,38 @@ def test_without_fit_a_failed_save_reaches_the_others_too(tmp_path, small_disk):
     chief, other = launch_ok(tmp_path, BY_HAND, small_disk("size=64k"))
     assert chief["error"].startswith("CheckpointWriteError: Could not write ")
     assert "worker 0 failed with CheckpointWriteError: Could not write " in other["error"]
+
+
+RESTARTED = (
+    TRAINING
+    + """
+os.chdir(FOLDER)
+first = not os.path.exists(f"life-{INDEX}")
+open(f"life-{INDEX}", "w").close()
+model = build()
+done = 0
+if not first:
+    SafeModelCheckpoint.load_latest("m-{epoch}.weights.h5", model)
+    done = int(model.optimizer.iterations.numpy()) // 3
+
+class Leaving(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if first and epoch == 2 and INDEX == 1:
+            sys.exit(42)
+
+saver = SafeModelCheckpoint("m-{epoch}.weights.h5", save_weights_only=True, background=False)
+model.fit(DATA, initial_epoch=done, epochs=4, verbose=0, callbacks=[saver, Leaving()])
+report(done=done, iterations=int(model.optimizer.iterations.numpy()))
+"""
+)
+
+
+def test_real_workers_that_are_started_again_go_on_from_their_checkpoint(tmp_path):
+    done = launch(tmp_path, RESTARTED)
+    assert done.returncode == 0, done.stderr
+    assert "worker 1 ended with code 42: all start again" in done.stderr
+    assert "[launch] all workers finished (1 restart, " in done.stderr
+    for result in facts(tmp_path):
+        assert result == {"done": 2, "iterations": 12}
+    saved = sorted(path.name for path in tmp_path.glob("*.weights.h5"))
+    assert saved == [f"m-{epoch}.weights.h5" for epoch in (1, 2, 3, 4)]
