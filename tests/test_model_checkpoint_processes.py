@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 
 import pytest
+from clusters import WORKER, launch_ok
 from driven import weight
 from keras_setup import keras
 from processes import run_ok, start
@@ -228,14 +228,9 @@ def test_next_fit_waits_for_the_foreground_save_that_was_interrupted(tmp_path):
     assert run_ok(FORKED + INTERRUPTED, tmp_path).split() == ["False", "0.5"]
 
 
-CLUSTER = """
-index, port, other, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
-workers = [f"127.0.0.1:{port}", f"127.0.0.1:{other}"]
-os.environ["TF_CONFIG"] = json.dumps(
-    {"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}})
-import tensorflow as tf
-strategy = tf.distribute.MultiWorkerMirroredStrategy()
-import keras
+CLUSTER = (
+    WORKER
+    + """
 from keras_safe_ckpt import SafeModelCheckpoint
 from keras_safe_ckpt.storage.formats import weights_h5
 
@@ -248,7 +243,7 @@ with strategy.scope():
     model.compile("sgd", "mse")
 model.set_weights([np.full((1, 1), 3.0, "float32")])
 model.optimizer.build(model.trainable_variables)
-callback = SafeModelCheckpoint(folder + "/m.weights.h5", save_best_only=True,
+callback = SafeModelCheckpoint(FOLDER + "/m.weights.h5", save_best_only=True,
                                save_weights_only=True)
 callback.set_model(model)
 callback.on_train_begin()
@@ -258,43 +253,29 @@ for epoch, loss in enumerate([0.5, 0.9, 0.1]):
     callback.on_epoch_end(epoch, {"val_loss": loss})
 callback.on_train_end()
 try:
-    late = SafeModelCheckpoint(folder + "/t.keras", save_every_seconds=5)
+    late = SafeModelCheckpoint(FOLDER + "/t.keras", save_every_seconds=5)
     late.set_model(model)
     late.on_train_begin()
     refused = ""
 except ValueError as error:
     refused = str(error)
-print(json.dumps([part, len(captured), callback.best, refused]))
+report(results=[part, len(captured), callback.best, refused])
 """
+)
 
 
 def test_workers_of_a_synchronous_cluster_all_capture_and_the_chief_writes(tmp_path):
-    ports = _free_ports(2)
-    workers = [start(CLUSTER, index, *ports, tmp_path) for index in range(2)]
-    results = []
-    for worker in workers:
-        out, err = worker.communicate(timeout=200)
-        assert worker.returncode == 0, err
-        results.append(json.loads(out.splitlines()[-1]))
+    results = [facts["results"] for facts in launch_ok(tmp_path, CLUSTER)]
     chief, other = results
     assert "this process writes" in chief[0]
     assert "this process does not write; it is worker 1, number 1 of 2 synchronous" in other[0]
     assert (chief[1], other[1]) == (3, 3)
     assert (chief[2], other[2]) == (0.1, None)
     assert all("save_every_seconds=5" in result[3] for result in results)
-    names = [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")]
-    assert sorted(names) == ["events.jsonl", "m.weights.h5"]
+    names = {path.name for path in tmp_path.iterdir() if not path.name.startswith(".")}
+    ours = {"worker.py", "facts-0.json", "facts-1.json"}  # Of this test.
+    assert names - ours == {"events.jsonl", "m.weights.h5"}
     assert weight(tmp_path / "m.weights.h5") == 3.0
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 PENDING_AT_EXIT = """
