@@ -33,6 +33,7 @@ __all__ = [
     "LockTimeoutError",
     "MergeConflictError",
     "PerWorker",
+    "PreemptionAwareCallback",
     "RedisLocks",
     "SafeCheckpointError",
     "SafeModelCheckpoint",
@@ -43,6 +44,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from keras_safe_ckpt.callbacks.model_checkpoint import SafeModelCheckpoint
+    from keras_safe_ckpt.callbacks.preemption import PreemptionAwareCallback
     from keras_safe_ckpt.cluster.multi_worker import enable_multi_worker_fit
     from keras_safe_ckpt.cluster.write_policies import ChiefOnly, PerWorker
     from keras_safe_ckpt.errors import (
@@ -72,6 +74,7 @@ _HOME = {
     "enable_multi_worker_fit": "keras_safe_ckpt.cluster.multi_worker",
     "ChiefOnly": "keras_safe_ckpt.cluster.write_policies",
     "PerWorker": "keras_safe_ckpt.cluster.write_policies",
+    "PreemptionAwareCallback": "keras_safe_ckpt.callbacks.preemption",
     "SafeModelCheckpoint": "keras_safe_ckpt.callbacks.model_checkpoint",
     "KeepEvery": "keras_safe_ckpt.storage.retention",
     "CheckpointStore": "keras_safe_ckpt.storage.store",

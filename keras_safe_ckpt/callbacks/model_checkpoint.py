@@ -138,6 +138,26 @@ class SafeModelCheckpoint(_ModelCheckpoint):  # type: ignore[misc]
         if run is not None:
             run.finish()
 
+    def get_state(self) -> dict[str, Any]:
+        """What a run that is interrupted and continued needs to save at the same batches.
+
+        What the best was is not part of it: that is in the files.
+        """
+        return {
+            "epoch": self._epoch,
+            "last_batch": self._last_batch,
+            "batches": self._batches,
+            "cadence": self._cadence.get_state(),
+        }
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Go on as the callback did that returned ``state``."""
+        self._epoch = state["epoch"]
+        self._last_batch = state["last_batch"]
+        self._batches = state["batches"]
+        if len(self._cadence.get_state()) == len(state["cadence"]):  # Else it is another one.
+            self._cadence.set_state(state["cadence"])
+
     @staticmethod
     def load_best(
         filepath: str | os.PathLike[str],

@@ -52,6 +52,10 @@ class Agreement(Protocol):
         From any thread, but not from a signal handler.
         """
 
+    @property
+    def expects(self) -> bool:
+        """Whether a request has come of which nobody knows yet when it is due."""
+
     def after_step(self) -> tuple[Request, ...]:
         """What is due now. The training thread calls this after each step that it finishes."""
 
@@ -75,6 +79,10 @@ class LocalAgreement:
             return False
         self._requests.append(Request(purpose, reason, self._task))
         return True
+
+    @property
+    def expects(self) -> bool:
+        return False  # What was requested is due after this step.
 
     def after_step(self) -> tuple[Request, ...]:
         if not self._requests:
@@ -125,6 +133,10 @@ class ClusterAgreement:
 
     def request(self, purpose: str, reason: str) -> bool:
         return self._append([purpose, reason, self._cohort.task])
+
+    @property
+    def expects(self) -> bool:
+        return bool(self._rounds)
 
     def after_step(self) -> tuple[Request, ...]:
         # In this order. The reader adds a round before it looks at the count: if the round is not

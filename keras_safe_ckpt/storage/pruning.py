@@ -48,6 +48,11 @@ class Pruner:
             _log.warning("Could not prune: %s", error)
             self._events.record("error", error=str(error), kind=type(error).__name__)
 
+    def delete_series(self, name: str, lock: HeldLock) -> list[Path]:
+        """Delete all of a series, oldest first, since nobody needs it any more."""
+        doomed = [c.path for c in self._ours() if c.manifest.series == name]
+        return self._unlink(doomed, lock) if doomed else []
+
     def _ours(self) -> list[Checkpoint]:
         """Those that still have the name under which they were published, or were set aside."""
         return [
@@ -64,6 +69,9 @@ class Pruner:
         doomed = [checkpoint.path for checkpoint in present if checkpoint.path not in kept]
         if not doomed or not self._catalog.any_whole(sorted(kept), self._events.report_skip):
             return []
+        return self._unlink(doomed, lock)
+
+    def _unlink(self, doomed: Sequence[Path], lock: HeldLock) -> list[Path]:
         lock.ensure_held()
         deleted, failure = [], None
         for path in doomed:

@@ -53,7 +53,7 @@ def load_file(
     with format_of(path).open(path) as checkpoint:
         checkpoint.verify()
         if model is not None:
-            _load_into(model, checkpoint, path)
+            load_opened(model, checkpoint, path)
             return model, checkpoint.manifest
         before = _inode(path)
     # Keras opens the path itself; what is there now may have been published a moment ago.
@@ -101,12 +101,13 @@ def _inode(path: Path) -> int | None:
         return None
 
 
-def _load_into(model: Any, checkpoint: OpenCheckpoint, path: Path) -> None:
-    """Everything that can go wrong is looked at before the first variable changes.
+def load_opened(model: Any, checkpoint: OpenCheckpoint, path: Path) -> None:
+    """Load a checkpoint that was verified; if it does not fit, the model stays as it was.
 
-    The file was compared with its digests, names, shapes and dtypes are compared here, and then
-    the arrays go one by one from the file into the variables: holding all the old or all the new
-    ones in memory would double the model and take longer than the load itself.
+    Everything that can go wrong is looked at before the first variable changes: the file was
+    compared with its digests, names, shapes and dtypes are compared here, and then the arrays go
+    one by one from the file into the variables: holding all the old or all the new ones in memory
+    would double the model and take longer than the load itself.
     """
     manifest = checkpoint.manifest
     if isinstance(format_of(path), LegacyH5):

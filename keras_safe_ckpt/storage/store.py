@@ -227,6 +227,12 @@ class CheckpointStore:
         with self.locks.exclusive(self.directory / LOCK_NAME) as lock:
             return self._pruner.prune_each_series(policy, lock)
 
+    def delete_series(self, series: str) -> list[Path]:
+        """Delete all checkpoints that were published under ``series``; return what was deleted."""
+        self._writer.wait()
+        with self.locks.exclusive(self.directory / LOCK_NAME) as lock:
+            return self._pruner.delete_series(series, lock)
+
     def _snapshot(self, source: Any, extra_arrays: Mapping[str, Any]) -> Snapshot:
         snapshot = (
             source if isinstance(source, Snapshot) else self.format.capture(source, self.directory)

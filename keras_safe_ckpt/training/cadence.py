@@ -17,8 +17,21 @@ class Cadence(Protocol):
 
     def saved(self) -> None: ...
 
+    def get_state(self) -> list[int]:
+        """What `set_state` of the same cadence in another process needs to count on."""
 
-class EveryEpoch:
+    def set_state(self, state: list[int]) -> None: ...
+
+
+class _WithoutState:
+    def get_state(self) -> list[int]:
+        return []
+
+    def set_state(self, state: list[int]) -> None:
+        """There is nothing to count."""
+
+
+class EveryEpoch(_WithoutState):
     """After each epoch."""
 
     def after_batch(self, batch: int) -> bool:
@@ -35,17 +48,18 @@ class EveryBatches:
     """After each ``count`` batches, also where several are executed at once.
 
     With ``steps_per_execution`` only the last batch of an execution is reported; the save comes
-    at the first one reported at which ``count`` or more have passed.
+    at the first one reported at which ``count`` or more have passed. ``last`` is the last batch
+    before the first one that will be reported.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, last: int = -1) -> None:
         if count < 1:
             raise ValueError(
                 f"Expected save_freq to be 'epoch' or at least 1. Received: save_freq={count}"
             )
         self._count = count
         self._passed = 0
-        self._last = -1
+        self._last = last
 
     def after_batch(self, batch: int) -> bool:
         # A number that does not grow is the first of a new epoch.
@@ -62,9 +76,18 @@ class EveryBatches:
     def saved(self) -> None:
         """Saves for other reasons change nothing."""
 
+    def get_state(self) -> list[int]:
+        return [self._passed, self._last]
 
-class EverySeconds:
-    """At the first boundary after ``seconds`` have passed since the last save."""
+    def set_state(self, state: list[int]) -> None:
+        self._passed, self._last = state
+
+
+class EverySeconds(_WithoutState):
+    """At the first boundary after ``seconds`` have passed since the last save.
+
+    In another process the time begins anew.
+    """
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         if type(seconds) not in (int, float) or not 0 < seconds < math.inf:
@@ -111,3 +134,12 @@ class AnyOf:
     def saved(self) -> None:
         for cadence in self._cadences:
             cadence.saved()
+
+    def get_state(self) -> list[int]:
+        return [number for cadence in self._cadences for number in cadence.get_state()]
+
+    def set_state(self, state: list[int]) -> None:
+        for cadence in self._cadences:
+            own = len(cadence.get_state())
+            cadence.set_state(state[:own])
+            state = state[own:]

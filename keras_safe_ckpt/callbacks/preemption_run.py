@@ -1,0 +1,413 @@
+"""One run of `fit` with a `PreemptionAwareCallback`: where it is, and what is due there."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from keras_safe_ckpt.callbacks.last_save import LastSave
+from keras_safe_ckpt.callbacks.lookout import Lookout, stops
+from keras_safe_ckpt.callbacks.messages import say
+from keras_safe_ckpt.callbacks.preemption_settings import Settings
+from keras_safe_ckpt.callbacks.resuming import Resuming
+from keras_safe_ckpt.callbacks.run_directory import RunDirectory
+from keras_safe_ckpt.callbacks.run_saver import RunSaver
+from keras_safe_ckpt.cluster.agreement import Request
+from keras_safe_ckpt.cluster.membership import Membership
+from keras_safe_ckpt.cluster.roles import role_of
+from keras_safe_ckpt.errors import AgreementError
+from keras_safe_ckpt.preemption.notices import Notice
+from keras_safe_ckpt.preemption.pace import Pace
+from keras_safe_ckpt.storage.keras_internals import import_keras
+from keras_safe_ckpt.training.cadence import Cadence, EveryBatches, EveryEpoch, EverySeconds
+from keras_safe_ckpt.training.keras_fit import find_fit, is_running
+from keras_safe_ckpt.training.position import Position
+from keras_safe_ckpt.training.random_states import global_seed_is_set
+from keras_safe_ckpt.training.run_state import Captured, RunState
+
+_log = logging.getLogger(__name__)
+
+#: How long the workers wait for each other at the end of training.
+_END_SECONDS = 3600.0
+
+
+class PreemptionRun:
+    """Begins when `fit` does. ``leave(reason)`` is called when the run is to end by a notice."""
+
+    def __init__(self, callback: Any, settings: Settings, leave: Callable[[str], None]) -> None:
+        backend = import_keras().backend.backend()
+        if backend != "tensorflow":
+            raise ValueError(
+                "PreemptionAwareCallback needs Keras's TensorFlow backend. "
+                f"Received: backend {backend!r}"
+            )
+        self.thread = threading.current_thread()
+        self._callback = callback
+        self._model = callback.model
+        self._params: Mapping[str, Any] = callback.params or {}
+        self._settings = settings
+        self._leave = leave
+        self._pace = Pace()
+        self._closing = contextlib.ExitStack()
+        self._is_over = False
+        self._position = Position()
+        # Of the epoch that runs, kept apart since they change with each batch.
+        self._executions, self._batch = 0, 0
+        self._logs: Mapping[str, Any] = {}
+        self._last_end: float | None = None
+        # What can be saved at any moment, where the model itself is not fit to be captured.
+        self._held: Captured | None = None
+        self._in_validation = False
+        self._put_off: tuple[Request, ...] = ()
+
+    # Beginning: `open` before the other callbacks hear of it, `begin` after.
+
+    def open(self) -> None:
+        """Find everything that can be wrong, and load, before anything else has changed."""
+        self._fit = find_fit()
+        self._role = role_of(self._model)
+        self._membership = Membership(self._role)
+        self._closing.callback(self._membership.close)
+        with self._membership.others_told():
+            self._open()
+
+    def _open(self) -> None:
+        settings = self._settings
+        place = RunDirectory(
+            settings.directory,
+            self._role,
+            self._membership,
+            locks=settings.locks,
+            max_to_keep=settings.max_to_keep,
+        )
+        self._closing.callback(place.close)
+        self._cohort = place.cohort
+        self._backups = place.backups
+        self._events = place.backups.store.events
+        if self._fit.callback_list is None:
+            _log.warning(
+                "The list of callbacks was not found in this version of Keras: the state of the "
+                "others (EarlyStopping and the like) is not kept."
+            )
+        others = [
+            other
+            for other in getattr(self._fit.callback_list, "callbacks", [])
+            if not getattr(other, "belongs_to_preemption", False)
+        ]
+        facts = self._facts(place.life)
+        self._state = RunState(self._model, others, self._model.history, facts)
+        self._saver = RunSaver(self._backups, self._role, self._cohort, self._pace, place.life)
+        self._last_save = LastSave(settings, self._role, self._cohort, self._saver, self._pace)
+        self._resuming = Resuming(
+            self._model,
+            self._fit,
+            self._state,
+            self._backups,
+            role=self._role,
+            cohort=self._cohort,
+            restore=settings.restore if settings.writes else False,
+            facts=facts,
+            say=self._say,
+        )
+        self._closing.callback(self._resuming.close)
+        self._resuming.open()
+
+    def begin(self) -> None:
+        """The others are ready: put everything where it was, and watch from now on."""
+        with self._membership.others_told():
+            at = self._position = self._resuming.begin(self._model.history, self._callback)
+            self._executions, self._batch, self._logs = at.executions, at.batch, at.logs
+            self._cadence = self._backup_cadence(at)
+            seconds = self._settings.save_every_seconds if self._settings.writes else None
+            self._clock = None if seconds is None else EverySeconds(seconds)
+            self._state.callbacks.begin_watching()
+            self._say_what_cannot_hold()
+            code = self._fit.code
+            self._lookout = Lookout(
+                self._settings.choice,
+                self._cohort,
+                self._pace,
+                grace_seconds=self._settings.grace_period,
+                is_wanted=lambda frame: code is None or is_running(code, frame),
+                on_notice=self._on_notice,
+            )
+            self._closing.callback(self._lookout.close)
+            if self._role.trains_together:
+                self._guard_steps()
+            self._lookout.start()
+
+    # Boundaries, as Keras reports them.
+
+    def epoch_begins(self, epoch: int) -> None:
+        self._last_end = None
+        self._held = None
+        if epoch != self._position.epoch:  # As `initial_epoch` of `fit` says.
+            self._position = Position(epoch, finished=self._position.finished)
+        if not self._resuming.epoch_begins():
+            self._executions, self._batch, self._logs = 0, 0, {}
+        self._state.epoch_begins()
+
+    def batch_ends(self, batch: int, logs: Mapping[str, Any]) -> None:
+        if self._resuming.is_fast_forwarding():
+            self._check_on_the_way()
+            return
+        self._executions += 1
+        self._batch, self._logs = batch + 1, logs
+        if self._last_end is not None:
+            self._pace.batch_took(time.perf_counter() - self._last_end)
+        if self._lookout.expects:
+            # Whatever happens to the others until all have agreed: this can be saved.
+            self._held = self._capture()
+        due = self._after_step()
+        if due and self._act(due):
+            return
+        if self._clock is not None and self._leads and self._clock.after_batch(batch):
+            self._ask_for_save()
+        if self._cadence is not None and self._cadence.after_batch(batch):
+            self._back_up()
+        self._saver.poll()
+        self._last_end = time.perf_counter()
+
+    def validation_begins(self) -> None:
+        """Before anybody prepares for it: this is what an interrupted validation goes back to."""
+        if not self._in_validation and not self._is_over:
+            self._in_validation = True
+            self._resuming.batches_end()
+            self._held = self._capture(replace(self._now(), trained=True))
+
+    def test_batch_ends(self) -> None:
+        """Also of a prediction that a callback makes: saved is where training was before."""
+        if self._is_over:
+            return
+        due = self._after_step()
+        if due and self._held is None:
+            self._put_off += due  # To the end of the epoch, where it is known what to save.
+        elif due:
+            self._act(due)
+
+    def validation_ends(self) -> None:
+        self._in_validation = False
+
+    def epoch_ends(self, epoch: int) -> None:
+        self._held = None
+        if self._is_over:
+            return
+        self._resuming.batches_end()
+        self._position = self._now().after_epoch(epoch)
+        self._executions, self._batch, self._logs = 0, 0, {}
+        due, self._put_off = self._put_off, ()
+        if due and self._act(due):
+            return
+        if self._cadence is not None and self._cadence.after_epoch():
+            self._back_up()
+        self._saver.poll()
+
+    def training_ends(self) -> None:
+        """Before the others change something: what a run that is to end once more goes back to."""
+        if not self._is_over:
+            at = self._position
+            self._position = Position(at.epoch, finished=at.finished, ended=True)
+            self._executions, self._batch, self._logs = 0, 0, {}
+            self._held = self._capture()
+
+    def train_ends(self) -> None:
+        """Training is finished, unless a notice has come meanwhile."""
+        if self._is_over:
+            return
+        if self._held is None:
+            self.training_ends()
+        due = self._lookout.at_end()
+        if due and self._act(due):
+            return
+        error: Exception | None = None
+        try:
+            self._finish()
+        except Exception as failed:  # noqa: BLE001  # not swallowed: the barrier raises it
+            error = failed
+        self._membership.finish("PreemptionAwareCallback", error, _END_SECONDS)
+        if self._settings.writes and self._settings.delete_checkpoint and self._leads:
+            self._backups.delete_all(self._role.world)
+        self._events.record("finished", epochs=self._position.epoch)
+        self.close()
+
+    def close(self) -> None:
+        """Whatever happens next is not this run's business."""
+        self._is_over = True
+        self._closing.close()
+
+    # What is due.
+
+    def _after_step(self) -> tuple[Request, ...]:
+        try:
+            return self._lookout.after_step()
+        except AgreementError as gone:
+            self._stop_alone(gone)
+            raise
+
+    def _act(self, due: tuple[Request, ...]) -> bool:
+        """Whether the run is over now."""
+        request = stops(due)
+        if request is None:
+            self._say(f"Saving, since {due[0].reason} ({due[0].task})")
+            self._back_up(due[0].reason)
+            return False
+        self._stop(request)
+        return True
+
+    def _check_on_the_way(self) -> None:
+        """Nothing is new before the place is reached: the checkpoint it came from still stands."""
+        request = stops(self._after_step())
+        if request is not None:
+            self._lookout.desk.close()
+            self._end(request, self._resuming.position, "nothing new to save", 0.0)
+
+    def _ask_for_save(self) -> None:
+        self._lookout.ask_for_save(f"{self._settings.save_every_seconds:g} s have passed")
+        if not self._role.trains_together:
+            self._act(self._lookout.after_step())
+
+    def _back_up(self, reason: str = "backup") -> None:
+        if not self._settings.writes:
+            return
+        self._state.callbacks.warn_of_unknown()
+        captured = self._held
+        if self._saver.is_saved(self._now() if captured is None else captured.position):
+            return
+        with self._membership.others_told():
+            self._saver.wait()  # Memory holds one capture at a time.
+            captured = captured or self._capture()
+            self._saver.save(captured, reason=reason, background=True)
+        self._record("backup", captured.position, step=captured.step, reason=reason,
+                     seconds=captured.seconds)  # fmt: skip
+        if self._clock is not None:
+            self._clock.saved()
+
+    def _finish(self) -> None:
+        self._saver.wait()
+        if self._settings.writes and not self._settings.delete_checkpoint:
+            self._saver.save(
+                self._capture(), reason="finished", background=False, facts={"finished": True}
+            )
+
+    # Stopping.
+
+    def _stop(self, request: Request) -> None:
+        self._lookout.desk.close()
+        began = time.perf_counter()
+        captured = self._held or self._capture()
+        at = captured.position
+        self._record("agreement", at, reason=request.reason, task=request.task)
+        self._say(f"Stopping after {at} ({request.reason}, {request.task})")
+        notice = self._lookout.desk.pressing
+        left = None if notice is None else notice.seconds_left()
+        outcome = self._last_save.together(captured, request.reason, left)
+        self._end(request, at, outcome, time.perf_counter() - began)
+
+    def _stop_alone(self, gone: AgreementError) -> None:
+        """Somebody is missing, and all were about to stop or to save: save, and do not wait."""
+        held = self._held
+        if held is None or not self._settings.writes:
+            return
+        began = time.perf_counter()
+        self._say(f"Stopping after {held.position}: {gone.reason}")
+        outcome = self._last_save.alone(held, gone)
+        request = Request("stop", gone.reason, self._role.task)
+        self._end(request, held.position, outcome, time.perf_counter() - began)
+
+    def _end(self, request: Request, at: Position, outcome: str, seconds: float) -> None:
+        self._record("preempted", at, reason=request.reason, task=request.task, outcome=outcome,
+                     seconds=seconds)  # fmt: skip
+        self._say(f"{outcome[0].upper()}{outcome[1:]} ({seconds:.2f} s)")
+        self.close()
+        # All go, each by itself: that is not a failure to tell the others of.
+        self._cohort.close()
+        self._leave(request.reason)
+
+    def _guard_steps(self) -> None:
+        """A step may fail since a worker died while all were agreeing: then save what is held."""
+        own = self._model.train_function
+
+        def step(iterator: Any) -> Any:
+            try:
+                return own(iterator)
+            except StopIteration:
+                raise
+            except Exception as error:
+                if self._held is not None and self._lookout.expects:
+                    first_line = str(error).partition("\n")[0]
+                    self._stop_alone(AgreementError([], f"a step failed ({first_line})"))
+                raise
+
+        self._model.train_function = step
+        self._closing.callback(setattr, self._model, "train_function", own)
+
+    # Facts.
+
+    @property
+    def _leads(self) -> bool:
+        return self._role.chief or not self._role.trains_together
+
+    def _now(self) -> Position:
+        return replace(
+            self._position,
+            executions=self._executions,
+            batch=self._batch,
+            logs=dict(self._logs),
+            trained=False,
+        )
+
+    def _capture(self, position: Position | None = None) -> Captured:
+        own = self._role.trains_together and not self._role.chief
+        at = self._now() if position is None else position
+        return self._state.capture(at, own_weights=own)
+
+    def _backup_cadence(self, at: Position) -> Cadence | None:
+        if not self._settings.writes or self._settings.save_freq is None:
+            return None
+        if self._settings.save_freq == "epoch":
+            return EveryEpoch()
+        return EveryBatches(int(self._settings.save_freq), last=at.batch - 1)
+
+    def _facts(self, life: str) -> dict[str, Any]:
+        strategy = getattr(self._model, "distribute_strategy", None)
+        epochs = self._fit.epochs
+        return {
+            "life": life,
+            "steps": self._params.get("steps"),
+            "epochs": self._params.get("epochs"),
+            "batch_size": None if epochs is None else epochs.batch_size,
+            "steps_per_execution": int(getattr(self._model, "steps_per_execution", 1) or 1),
+            "workers": self._role.world if self._role.trains_together else 1,
+            "replicas": int(getattr(strategy, "num_replicas_in_sync", 1)),
+        }
+
+    def _say_what_cannot_hold(self) -> None:
+        reason: str | None = (
+            "The data of `fit` was not found in this version of Keras: after a restart an epoch "
+            "begins where its data begins, which is exact only for data that comes in the same "
+            "order in every epoch."
+        )
+        if self._fit.epochs is not None:
+            reason = self._fit.epochs.order_is_drawn_anew(global_seed_is_set())
+        if reason is not None:
+            warnings.warn(reason, stacklevel=2)
+
+    def _on_notice(self, notice: Notice) -> None:
+        left = notice.seconds_left()
+        self._events.record("notice", source=notice.source, reason=notice.reason,
+                            advisory=notice.advisory, seconds_left=left)  # fmt: skip
+        self._say(f"Notice from {notice}")
+
+    def _record(self, event: str, at: Position, **facts: Any) -> None:
+        self._events.record(event, epoch=at.epoch, batch=at.batch, **facts)
+
+    def _say(self, text: str) -> None:
+        if self._settings.verbose > 0:
+            name = f" {self._role.task}:" if self._role.trains_together else ""
+            say(f"\n[preemption]{name} {text}")

@@ -1,0 +1,319 @@
+"""The way from a checkpoint of a run back into a `fit`: chosen, loaded, and fast-forwarded."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from keras_safe_ckpt.cluster.cohort import Cohort
+from keras_safe_ckpt.cluster.roles import Role
+from keras_safe_ckpt.errors import CorruptCheckpointError, IncompatibleCheckpointError
+from keras_safe_ckpt.storage.shared_capture import is_current
+from keras_safe_ckpt.storage.snapshot import Snapshot, capture
+from keras_safe_ckpt.training.backups import Backup, Backups
+from keras_safe_ckpt.training.keras_fit import FitAround, begin_at_epoch, build_for, drop
+from keras_safe_ckpt.training.position import FastForward, Position
+from keras_safe_ckpt.training.run_state import Restoring, RunState
+
+_log = logging.getLogger(__name__)
+
+_CHOICE_SECONDS = 600.0
+#: A way back that takes longer than this says how far it is, now and then.
+_PATIENCE_SECONDS = 5.0
+
+
+class Resuming:
+    """For one run: `open`, `begin`, then `epoch_begins` and `is_fast_forwarding` on the way.
+
+    Without a checkpoint all of them do nothing. ``facts`` are compared with those of the
+    checkpoint; ``say`` tells the user.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        fit: FitAround,
+        state: RunState,
+        backups: Backups,
+        *,
+        role: Role,
+        cohort: Cohort | None,
+        restore: bool | str,
+        facts: Mapping[str, Any],
+        say: Callable[[str], None],
+    ) -> None:
+        self._model = model
+        self._fit = fit
+        self._state = state
+        self._backups = backups
+        self._role = role
+        self._cohort = cohort if role.trains_together else None
+        self._restore = restore
+        self._facts = facts
+        self._say = say
+        self._restoring: Restoring | None = None
+        self._loaded: Snapshot | None = None
+        self.position = Position()
+        self._forward: FastForward | None = None
+        self._hidden: list[Any] | None = None
+        self._is_there = False
+        self._initial_epoch: tuple[Any] | None = None
+        self._began = time.perf_counter()
+        self._said = 0.0
+
+    def open(self) -> None:
+        """Choose, verify and load, before anything else has changed."""
+        self._began = time.perf_counter()
+        try:
+            backup = self._choose()
+            if backup is None:
+                return
+            self._refuse_finished(backup)
+            part = None
+            if self._role.trains_together and not self._role.chief:
+                part = self._backups.part(self._role.number, str(backup.document.get("save")))
+            self._restoring = Restoring(self._state, self._model, backup, part)
+            self.position = self._fitting(self._restoring.position, backup)
+            self._build()
+            self._restoring.load_model()
+        except (CorruptCheckpointError, IncompatibleCheckpointError) as error:
+            self._restoring, self.position = None, Position()
+            if self._restore != "if_possible":
+                raise
+            warnings.warn(f"Training starts afresh: {error}", stacklevel=2)
+            return
+        if part is None and self._role.trains_together and not self._role.chief:
+            self._say("No values of its own in the checkpoint: this worker takes the chief's.")
+        self._backup = backup
+        self._loaded = capture(self._model)
+        self._restoring.prepare_callbacks()
+
+    def begin(self, history: Any, callback: Any) -> Position:
+        """After the others have heard that training begins: their states, and the epoch."""
+        self._callback = callback
+        restoring = self._restoring
+        if restoring is None:
+            return self.position
+        if self._loaded is None or not is_current(self._loaded):
+            restoring.load_model()  # A callback has changed the model when training began.
+        self._loaded = None
+        self._history = history
+        restoring.restore_callbacks(history)
+        position = self.position
+        last = int(self._facts["epochs"] or 0)
+        self._initial_epoch = (
+            begin_at_epoch(self._model, last if position.ended else position.epoch),
+        )
+        if self._fit.epochs is not None:
+            self._fit.epochs.replay(position.finished, self._tick)
+        if not position.executions:
+            restoring.restore_random()
+            self._arrived(0)
+        return position
+
+    def epoch_begins(self) -> bool:
+        """Whether the epoch begins with batches that were trained on before the restart."""
+        self._forget_epoch()
+        restoring = self._restoring
+        if restoring is None or not self.position.executions or self._forward is not None:
+            return False
+        restoring.restore_epoch_random()
+        if self._fit.callback_list is not None:
+            # The others have seen these batches: they get to hear of what is new.
+            self._hidden = self._fit.callback_list.callbacks
+            self._fit.callback_list.callbacks = [self._callback]
+        steps = int(self._facts["steps_per_execution"])
+        self._forward = FastForward(
+            self._model,
+            self.position,
+            drop=lambda iterator: self._drop(iterator, steps),
+            arrive=self._arrive,
+            cut_short=self._cut_short,
+        )
+        return True
+
+    def is_fast_forwarding(self) -> bool:
+        """Whether the batch that ends now was only dropped."""
+        if self._forward is None or self._is_there:
+            return False
+        if not self._forward.left:
+            self._is_there = True
+            self._show_others()
+        return True
+
+    def batches_end(self) -> None:
+        """The epoch has no more batches."""
+        if self._forward is not None:
+            self._forward.give_back()
+
+    def close(self) -> None:
+        self._forget_epoch()
+        self.batches_end()
+        self._show_others()
+        if self._restoring is not None:
+            self._restoring.close()
+            self._restoring = None
+
+    # Choosing.
+
+    def _choose(self) -> Backup | None:
+        if self._restore is False:
+            return None
+        if self._cohort is None:
+            return self._backups.newest()
+        if self._role.chief:
+            found = self._backups.newest()
+            self._cohort.put("preemption/resume", [None if found is None else found.path.name])
+            return found
+        word = self._cohort.await_word("preemption/resume", _CHOICE_SECONDS)
+        name = None if word is None else word[0]
+        return None if name is None else self._backups.named(name)
+
+    def _refuse_finished(self, backup: Backup) -> None:
+        if backup.document.get("finished"):
+            raise IncompatibleCheckpointError(
+                backup.path,
+                [
+                    f"the run that it belongs to is finished, after {backup.manifest.epoch} epochs;"
+                    " delete it or use another directory to train anew (or "
+                    "restore='if_possible'), or load the finished model by "
+                    "CheckpointStore(directory).load(model)"
+                ],
+            )
+
+    def _fitting(self, position: Position, backup: Backup) -> Position:
+        """Say what is different from before, and what follows."""
+        before, now = backup.document, self._facts
+        changed = [
+            f"{name.replace('_', ' ')} was {before.get(name)} and is {now[name]}"
+            for name in ("steps", "batch_size", "steps_per_execution", "workers", "replicas")
+            if before.get(name) != now[name]
+            and not (name in ("steps", "batch_size") and None in (before.get(name), now[name]))
+        ]
+        if before.get("steps_per_execution") != now["steps_per_execution"]:
+            position = _converted(
+                position, int(before["steps_per_execution"]), int(now["steps_per_execution"])
+            )
+        if changed:
+            warnings.warn(
+                f"This is not the run that was interrupted: {'; '.join(changed)}. It goes on at "
+                f"{position}, from the weights of the checkpoint, and will not end as that "
+                "one would have. ('steps' are the batches of an epoch.)",
+                stacklevel=2,
+            )
+        return position
+
+    # Going there.
+
+    def _build(self) -> None:
+        if self._model.built:
+            return
+        epochs = self._fit.epochs
+        spec = None if epochs is None else epochs.element_spec()
+        reason = "its data does not say what a batch looks like" if spec is None else None
+        if spec is not None:
+            reason = build_for(self._model, spec)
+        if not self._model.built:
+            raise ValueError(
+                "There is a checkpoint to go on from, and the model has no weights yet, to load "
+                "it into. Call the model on a batch, or use model.build(input_shape), before fit. "
+                f"(It could not be built here: {reason}.) Received: model={self._model.name!r}"
+            )
+
+    def _drop(self, iterator: Any, steps: int) -> tuple[int, Any]:
+        count, batch = drop(iterator, steps)
+        self._tick(count)
+        return count, batch
+
+    def _tick(self, batches: int) -> None:
+        now = time.perf_counter()
+        if now - max(self._began, self._said) > _PATIENCE_SECONDS:
+            self._said = now
+            self._say(f"On the way back to {self.position} ({now - self._began:.0f} s) ...")
+
+    def _arrive(self, batch: Any) -> None:
+        restoring = self._restoring
+        assert restoring is not None
+        build_for(self._model, batch)  # The metrics; what is built stays as it is.
+        differences = restoring.restore_metrics()
+        if differences:
+            shown = "; ".join(differences[:3])
+            warnings.warn(
+                "The metrics of the epoch that was interrupted begin anew, since they are others "
+                f"than before: {shown}.",
+                stacklevel=2,
+            )
+        # Again: they have heard meanwhile that the epoch begins, as if it were a new one.
+        restoring.restore_callbacks(self._history)
+        restoring.restore_random()
+        self._arrived(self.position.executions if self._forward is None else self._forward.dropped)
+
+    def _cut_short(self, executions: int) -> None:
+        warnings.warn(
+            f"The data ended after {executions} of {self.position.executions} steps of the epoch "
+            "that were trained on before: it is shorter now. The epoch ends here.",
+            stacklevel=2,
+        )
+        if self._restoring is not None:
+            self._restoring.restore_metrics()
+            self._restoring.restore_random()
+        self._is_there = True
+        self._show_others()
+
+    def _arrived(self, dropped: int) -> None:
+        seconds = time.perf_counter() - self._began
+        backup, document = self._backup, self._backup.document
+        after_notice = self._is_where_it_stopped()
+        self._backups.store.events.record(
+            "resume",
+            file=backup.path.name,
+            step=backup.manifest.step,
+            epoch=self.position.epoch,
+            batch=self.position.batch,
+            reason=document.get("reason"),
+            degraded=document.get("missing"),
+            dropped=dropped,
+            repeated=0 if after_notice else None,
+            seconds=seconds,
+        )
+        lost = "0 batches are repeated" if after_notice else "what came after it is repeated"
+        degraded = f", degraded: without {document['missing']}" if document.get("missing") else ""
+        self._say(
+            f"Resumed at {self.position} from {backup.path.name} ({document.get('reason')}"
+            f"{degraded}); {lost} ({seconds:.2f} s)"
+        )
+
+    def _is_where_it_stopped(self) -> bool:
+        """Whether the run before had come exactly here when it ended by a notice."""
+        stopped = None
+        for event in self._backups.store.events.read():
+            if event["event"] in ("preempted", "backup"):
+                stopped = event if event["event"] == "preempted" else None
+        place = (self.position.epoch, self.position.batch)
+        return stopped is not None and (stopped.get("epoch"), stopped.get("batch")) == place
+
+    def _show_others(self) -> None:
+        hidden, self._hidden = self._hidden, None
+        if hidden is not None and self._fit.callback_list is not None:
+            self._fit.callback_list.callbacks = hidden
+
+    def _forget_epoch(self) -> None:
+        """A later `fit` of the model is to begin where it is told."""
+        if self._initial_epoch is not None:
+            begin_at_epoch(self._model, self._initial_epoch[0])
+            self._initial_epoch = None
+
+
+def _converted(position: Position, before: int, now: int) -> Position:
+    """In executions of another size; a batch too many is trained on again."""
+    return replace(
+        position,
+        executions=position.executions * before // now,
+        batch=position.executions * before // now * now,
+        finished=tuple(math.ceil(count * before / now) for count in position.finished),
+    )

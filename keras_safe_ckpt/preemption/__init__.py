@@ -1,0 +1,1 @@
+"""Who tells us that the end is near."""

@@ -1,0 +1,181 @@
+"""Signals as notices: noticed in the handler, acted upon elsewhere, never swallowed."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+from keras_safe_ckpt.preemption.notices import Desk, Notice
+
+_log = logging.getLogger(__name__)
+
+#: Kubernetes gives a pod so long between SIGTERM and SIGKILL, SLURM (KillWait) and GCP as well.
+DEFAULT_GRACE_SECONDS = 30.0
+
+_said_off_main_thread = False
+
+
+class SignalWatcher:
+    """Takes the given signals for notices, while it watches.
+
+    The first one is reported, and the handler that was there before is called, too; if that one
+    wants to end the program, it has to wait until the checkpoint is there. A second one, or one
+    that comes when ``is_wanted(frame)`` says that nobody trains any more, has the effect that it
+    had before. ``seconds(number)`` is how long the machine has after a signal.
+    """
+
+    name = "signals"
+
+    def __init__(
+        self,
+        signals: Sequence[signal.Signals],
+        *,
+        seconds: Callable[[signal.Signals], float | None] = lambda number: DEFAULT_GRACE_SECONDS,
+        is_wanted: Callable[[FrameType | None], bool] = lambda frame: True,
+    ) -> None:
+        self.signals = tuple(signals)
+        self._seconds = seconds
+        self._is_wanted = is_wanted
+        self._previous: dict[int, Any] = {}
+        self._received: int | None = None
+        self._desk: Desk | None = None
+        #: What came and was not reported yet.
+        self.news: deque[tuple[int, float]] = deque()
+        # Its put may be called in a signal handler, whatever the thread below it is doing.
+        self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+    def start(self, desk: Desk) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            _say_off_main_thread(self.signals)
+            return
+        self._received = None
+        self._desk = desk
+        for number in self.signals:
+            self._previous[number] = signal.signal(number, self._receive)
+        threading.Thread(
+            target=self._report_on, name="keras_safe_ckpt-notice-signals", daemon=True
+        ).start()
+
+    def stop(self) -> None:
+        """Give the signals back, unless somebody has taken them over meanwhile."""
+        if not self._previous:
+            return
+        if threading.current_thread() is threading.main_thread():
+            for number, previous in self._previous.items():
+                if signal.getsignal(number) == self._receive:
+                    signal.signal(number, previous if previous is not None else signal.SIG_DFL)
+            self._previous.clear()
+        self._wake.put(False)
+
+    def fall_through(self) -> None:
+        """The notice was not answered: let the signal do what it did before; from any thread."""
+        number = self._received
+        if number is None or number not in self._previous:
+            return
+        _log.error(
+            "%s was not answered in time; it has the effect now that it had before.",
+            signal.Signals(number).name,
+        )
+        self._have_the_former_effect(number, None)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        first = self._received is None
+        if first and self._is_wanted(frame):
+            self._received = number
+            self.news.append((number, time.monotonic()))
+            self._wake.put(True)
+            self._call_former_handler(number, frame)
+            return
+        self._have_the_former_effect(number, frame)
+
+    def _call_former_handler(self, number: int, frame: FrameType | None) -> None:
+        previous = self._previous.get(number)
+        if not callable(previous) or previous is signal.default_int_handler:
+            return
+        try:
+            previous(number, frame)
+        except (SystemExit, KeyboardInterrupt) as end:
+            _log.info("The former handler of %s ends the program (%r) after the save.", number, end)
+
+    def _have_the_former_effect(self, number: int, frame: FrameType | None) -> None:
+        previous = self._previous.get(number, signal.SIG_DFL)
+        if previous is signal.SIG_IGN:
+            return
+        if callable(previous):
+            if threading.current_thread() is threading.main_thread():
+                previous(number, frame)
+                return
+            try:
+                previous(number, frame)
+            except SystemExit as end:
+                # On this thread it would end nothing but the thread.
+                end_now(end.code if isinstance(end.code, int) else 0 if end.code is None else 1)
+            except KeyboardInterrupt:
+                end_now(128 + signal.SIGINT)
+            return
+        end_by_signal(number)
+
+    def report(self) -> None:
+        """Report what came; the training thread need not wait until another one does it."""
+        while self.news and self._desk is not None:
+            try:
+                number, received = self.news.popleft()
+            except IndexError:
+                return  # The other thread was faster.
+            which = signal.Signals(number)
+            seconds = self._seconds(which)
+            deadline = None if seconds is None else received + seconds
+            self._desk.tell(Notice(which.name, "received", deadline, received=received))
+
+    def _report_on(self) -> None:
+        # Not in the handler, under which anything may be locked.
+        while self._wake.get():
+            self.report()
+
+
+def end_by_signal(number: int) -> None:
+    """End this process as the signal does by default, whatever the main thread is doing."""
+    _flush()
+    # Python lets only the main thread change a handler, and that one may hang for ever.
+    libc = ctypes.CDLL(None) if sys.platform != "win32" else None
+    if libc is not None:
+        libc.signal(number, 0)
+        os.kill(os.getpid(), number)
+        time.sleep(1.0)  # Another thread of this process may have to take it.
+    os._exit(128 + number)
+
+
+def end_now(code: int) -> None:
+    """End this process without waiting for anything but its output."""
+    _flush()
+    os._exit(code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):
+            continue  # Closed, or not a stream any more: there is nothing to flush.
+
+
+def _say_off_main_thread(signals: Sequence[signal.Signals]) -> None:
+    global _said_off_main_thread
+    if not _said_off_main_thread:
+        _said_off_main_thread = True
+        names = ", ".join(number.name for number in signals)
+        _log.warning(
+            "Training does not run on the main thread, the only one that Python lets handle "
+            "signals: %s will not be noticed (other notices will).",
+            names,
+        )

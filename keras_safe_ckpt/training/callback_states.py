@@ -1,0 +1,219 @@
+"""What the other callbacks of a `fit` have in mind, to be kept and given back.
+
+A callback with `get_state()` and `set_state(state)` keeps what it wants. For those of Keras the
+attributes that matter are known here. One that is unknown and changes is named in a warning.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
+
+from keras_safe_ckpt.storage.keras_internals import import_keras
+from keras_safe_ckpt.training.codec import UnknownValueError, decode, encode
+
+#: What makes the callbacks of Keras go on where they were.
+_ATTRIBUTES = {
+    "EarlyStopping": ("wait", "best", "best_weights", "best_epoch", "stopped_epoch"),
+    "ReduceLROnPlateau": ("wait", "best", "cooldown_counter"),
+    "ModelCheckpoint": ("best", "_batches_seen_since_last_saving", "_last_batch_seen"),
+    "OrbaxCheckpoint": (
+        "best",
+        "_batches_seen_since_last_saving",
+        "_last_batch_seen",
+        "_total_batches_seen",
+    ),
+    "SwapEMAWeights": ("_ema_weights_in_model",),
+    "TensorBoard": ("_global_train_batch", "_global_test_batch"),
+}
+#: Those of Keras that have nothing to keep, or whose state is kept otherwise.
+_WITHOUT_STATE = (
+    "History",
+    "LambdaCallback",
+    "LearningRateScheduler",
+    "ProgbarLogger",
+    "RemoteMonitor",
+    "TerminateOnNaN",
+)
+_NOT_STATE = ("_model", "model", "params", "validation_data")
+
+
+class CallbackStates:
+    """Reads and gives back the states of ``callbacks``, in which each has its place.
+
+    `begin_watching` when training begins, so that `warn_of_unknown` can tell later who has
+    changed since.
+    """
+
+    def __init__(self, callbacks: Sequence[Any]) -> None:
+        self._callbacks = _by_key(callbacks)
+        self._before: dict[str, dict[str, Any]] = {}
+
+    def capture(self, arrays: MutableMapping[str, Any]) -> dict[str, Any]:
+        """The state of each one that has any, by class and number; arrays go to ``arrays``."""
+        states = {}
+        for key, callback in self._callbacks.items():
+            state = _state_of(callback)
+            if state is not None:
+                try:
+                    states[key] = encode(state, arrays, f"callbacks/{key}")
+                except UnknownValueError as error:
+                    raise TypeError(
+                        f"The state of {key} cannot be put into a checkpoint: {error}. "
+                        "Its get_state() must return plain values."
+                    ) from error
+        return states
+
+    def prepare(self, states: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
+        """Before the others hear that training begins: what they would destroy then."""
+        for key, callback in self._callbacks.items():
+            if key in states and _is_keras(callback, "CSVLogger"):
+                _continue_file(callback, decode(states[key], arrays))
+
+    def restore(self, states: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
+        """After they have heard that training begins, and have reset themselves."""
+        for key, callback in self._callbacks.items():
+            if key in states:
+                _give(callback, decode(states[key], arrays))
+        strangers = [key for key in states if key not in self._callbacks]
+        if strangers:
+            warnings.warn(
+                "The checkpoint has the state of callbacks that are not in the list any more, "
+                f"which is dropped: {', '.join(strangers)}.",
+                stacklevel=2,
+            )
+        fresh = [
+            key
+            for key, callback in self._callbacks.items()
+            if key not in states and _state_of(callback) is not None
+        ]
+        if fresh:
+            warnings.warn(
+                "The checkpoint has no state of these callbacks, which begin anew: "
+                f"{', '.join(fresh)}.",
+                stacklevel=2,
+            )
+
+    def begin_watching(self) -> None:
+        """Remember what the unknown callbacks are like now."""
+        self._before = {key: _fingerprint(callback) for key, callback in self._unknown().items()}
+
+    def warn_of_unknown(self) -> None:
+        """Name those that have changed since: they will not be as they were after a restart."""
+        changed = {}
+        for key, callback in self._unknown().items():
+            now = _fingerprint(callback)
+            names = [name for name in now if now[name] != self._before.get(key, {}).get(name)]
+            if names and key in self._before:
+                changed[key] = names
+                del self._before[key]  # Said once.
+        if changed:
+            shown = "; ".join(f"{key} ({', '.join(names)})" for key, names in changed.items())
+            warnings.warn(
+                "These callbacks change during training, and their state is not in the "
+                f"checkpoint: {shown}. After a restart they begin anew. Give them get_state() "
+                "and set_state(state), which takes what the first one returned.",
+                stacklevel=2,
+            )
+
+    def _unknown(self) -> dict[str, Any]:
+        return {
+            key: callback
+            for key, callback in self._callbacks.items()
+            if not has_state_methods(callback)
+            and not _is_keras(callback, *_ATTRIBUTES, *_WITHOUT_STATE, "CSVLogger")
+        }
+
+
+def has_state_methods(callback: Any) -> bool:
+    return callable(getattr(callback, "get_state", None)) and callable(
+        getattr(callback, "set_state", None)
+    )
+
+
+def _by_key(callbacks: Sequence[Any]) -> dict[str, Any]:
+    """By class, and number among those of the class: the list may be made anew at each start."""
+    named: dict[str, Any] = {}
+    for callback in callbacks:
+        name = type(callback).__name__
+        number = sum(1 for key in named if key.partition("-")[0] == name)
+        named[f"{name}-{number}"] = callback
+    return named
+
+
+def _is_keras(callback: Any, *names: str) -> bool:
+    """Whether it is one of these classes of Keras, or made from one without more of its own."""
+    kinds = import_keras().callbacks
+    return any(isinstance(callback, getattr(kinds, name, ())) for name in names)
+
+
+def _state_of(callback: Any) -> Any:
+    if has_state_methods(callback):
+        return callback.get_state()
+    if _is_keras(callback, "CSVLogger"):
+        return _file_state(callback)
+    for name, attributes in _ATTRIBUTES.items():
+        if _is_keras(callback, name):
+            return {key: getattr(callback, key) for key in attributes if hasattr(callback, key)}
+    return None
+
+
+def _give(callback: Any, state: Any) -> None:
+    if has_state_methods(callback):
+        callback.set_state(state)
+    elif not _is_keras(callback, "CSVLogger"):
+        for key, value in state.items():
+            if hasattr(callback, key):
+                setattr(callback, key, value)
+
+
+def _file_state(logger: Any) -> dict[str, Any]:
+    file = getattr(logger, "csv_file", None)
+    if file is None or getattr(file, "closed", True):
+        size = os.path.getsize(logger.filename) if os.path.exists(logger.filename) else 0
+        return {"size": size}
+    file.flush()
+    return {"size": os.path.getsize(logger.filename)}
+
+
+def _continue_file(logger: Any, state: Mapping[str, Any]) -> None:
+    """Keep the lines up to the checkpoint, and only those, from being begun anew or doubled."""
+    try:
+        size = os.path.getsize(logger.filename)
+    except OSError:
+        size = 0
+    if size < state["size"]:
+        warnings.warn(
+            f"{logger.filename} has {size} bytes, and had {state['size']} when the checkpoint was "
+            "taken: lines of earlier epochs are missing in it.",
+            stacklevel=2,
+        )
+    elif size:
+        os.truncate(logger.filename, state["size"])
+    begin, was = logger.on_train_begin, logger.append
+
+    def continue_file(logs: Any = None) -> None:
+        vars(logger).pop("on_train_begin", None)
+        logger.append = True
+        try:
+            begin(logs)
+        finally:
+            logger.append = was
+
+    vars(logger)["on_train_begin"] = continue_file
+
+
+def _fingerprint(callback: Any) -> dict[str, Any]:
+    return {name: _mark(value) for name, value in vars(callback).items() if name not in _NOT_STATE}
+
+
+def _mark(value: Any) -> Any:
+    """Something that differs if the value has changed, without keeping it alive."""
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+        return repr(value)
+    if isinstance(value, (list, tuple, dict, set)):
+        shown = repr(value) if len(value) <= 100 else ""
+        return type(value).__name__, len(value), shown
+    return id(value)

@@ -1,0 +1,97 @@
+"""Where in a `fit` a model is, and the way back to there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Position:
+    """After so many executions of the training step in ``epoch``, which is counted from zero.
+
+    An execution is one batch, or ``steps_per_execution`` of them; ``batch`` counts the batches as
+    Keras reports them. ``logs`` are the last that the step returned. ``finished`` has the number
+    of executions of each epoch before. ``trained``: the epoch has no more batches, what is left
+    is its validation. ``ended``: no epoch comes any more.
+    """
+
+    epoch: int = 0
+    executions: int = 0
+    batch: int = 0
+    logs: Mapping[str, Any] = field(default_factory=dict)
+    finished: tuple[int, ...] = ()
+    trained: bool = False
+    ended: bool = False
+
+    def after_epoch(self, epoch: int) -> Position:
+        return Position(epoch + 1, finished=(*self.finished, self.executions))
+
+    def same_place(self, other: Position | None) -> bool:
+        return other is not None and self._place() == other._place()
+
+    def _place(self) -> tuple[int, int, bool]:
+        return self.epoch, self.executions, self.ended
+
+    def __str__(self) -> str:
+        if self.ended:
+            return "the end of training"
+        if not self.executions:
+            return f"the beginning of epoch {self.epoch + 1}"
+        return f"epoch {self.epoch + 1}, batch {self.batch}"
+
+
+class FastForward:
+    """Stands in for ``model.train_function``, and drops batches until the place is reached.
+
+    `fit` looks the function up at each step, so that this works for every kind of data. The last
+    call arrives: ``arrive(batch)`` puts back what `fit` has reset when the epoch began, with a
+    batch of the data at hand. From then on the function is the model's own again; but of data of
+    unknown length Keras asks for one batch too many, which counts as a step of the optimizer: if
+    all was trained on before, that has happened, too, and is not done again.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        position: Position,
+        *,
+        drop: Callable[[Any], tuple[int, Any]],
+        arrive: Callable[[Any], None],
+        cut_short: Callable[[int], None],
+    ) -> None:
+        self._model = model
+        self._own = model.train_function
+        self._position = position
+        self._drop = drop
+        self._arrive = arrive
+        self._cut_short = cut_short
+        self.left = position.executions
+        self.dropped = 0
+        model.train_function = self
+
+    def __call__(self, iterator: Any) -> Any:
+        if not self.left:
+            self.give_back()
+            raise StopIteration
+        try:
+            count, batch = self._drop(iterator)
+        except StopIteration:
+            done = self._position.executions - self.left
+            self.left = 0
+            self.give_back()
+            self._cut_short(done)
+            raise
+        self.dropped += count
+        self.left -= 1
+        if not self.left:
+            if not self._position.trained:
+                self.give_back()
+            self._arrive(batch)
+        return dict(self._position.logs)
+
+    def give_back(self) -> None:
+        """The model has its own function again."""
+        if self._model.train_function is self:
+            self._model.train_function = self._own

@@ -1,0 +1,102 @@
+"""What a model in training is, beyond the weights and the optimizer that Keras saves.
+
+Seeds of the layers, metrics in mid-epoch, and what differs between the replicas of a strategy
+(BatchNormalization's moving statistics). Reading a metric through its strategy would be a
+collective, for which all workers must be alive: the local part of each variable is read instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+SEEDS, METRICS, WEIGHTS = "seeds", "metrics", "weights"
+
+
+def capture_variables(model: Any, *, own_weights: bool = False) -> dict[str, Any]:
+    """Tensors by name, which share the memory of the variables until these change.
+
+    ``own_weights``: also what the first replica has for the weights that are not trained, which
+    may differ between workers; otherwise only where another replica differs from the first.
+    """
+    found: dict[str, Any] = {}
+    for kind, index, variable in _variables_beyond_keras(model):
+        parts = [part.value() for part in local_parts(variable)]
+        if kind == WEIGHTS and not own_weights and not _differ(parts):
+            continue
+        for replica, value in enumerate(parts):
+            found[f"{kind}/{index}/{replica}"] = value
+    return found
+
+
+def differences(model: Any, arrays: Mapping[str, Any], kinds: tuple[str, ...]) -> list[str]:
+    """Why `restore_variables` could not be done, in words; nothing if it can."""
+    wanted = {
+        f"{kind}/{index}": variable
+        for kind, index, variable in _variables_beyond_keras(model)
+        if kind in kinds
+    }
+    found = []
+    seen = set()
+    for name, array in arrays.items():
+        kind, _, index = name.rpartition("/")[0].partition("/")
+        if kind not in kinds:
+            continue
+        place = f"{kind}/{index}"
+        seen.add(place)
+        if place not in wanted:
+            found.append(f"{place}: the model has nothing, the checkpoint {_shape(array)}")
+        elif _shape(array) != _shape(local_parts(wanted[place])[0]):
+            there = _shape(local_parts(wanted[place])[0])
+            found.append(f"{place}: the model has {there}, the checkpoint {_shape(array)}")
+    for place, variable in wanted.items():
+        if place not in seen and not place.startswith(WEIGHTS):
+            there = _shape(local_parts(variable)[0])
+            found.append(f"{place}: the model has {there}, the checkpoint nothing")
+    return found
+
+
+def restore_variables(model: Any, arrays: Mapping[str, Any], kinds: tuple[str, ...]) -> None:
+    """Put back what `capture_variables` found; a replica that had none gets the first one's."""
+    for kind, index, variable in _variables_beyond_keras(model):
+        if kind not in kinds or f"{kind}/{index}/0" not in arrays:
+            continue
+        first = arrays[f"{kind}/{index}/0"]
+        for replica, part in enumerate(local_parts(variable)):
+            part.assign(arrays.get(f"{kind}/{index}/{replica}", _filling(kind, first)))
+
+
+def local_parts(variable: Any) -> list[Any]:
+    """The TensorFlow variables of a Keras variable, one for each replica of this process."""
+    inner = getattr(variable, "value", variable)
+    replicas = getattr(inner, "values", None)
+    if isinstance(replicas, (tuple, list)) and replicas:
+        return list(replicas)
+    return [inner]
+
+
+def _variables_beyond_keras(model: Any) -> Iterator[tuple[str, int, Any]]:
+    weights = {id(variable) for variable in model.weights}
+    for index, variable in enumerate(v for v in model.variables if id(v) not in weights):
+        yield SEEDS, index, variable
+    for index, variable in enumerate(model.metrics_variables):
+        yield METRICS, index, variable
+    for index, variable in enumerate(model.non_trainable_weights):
+        yield WEIGHTS, index, variable
+
+
+def _differ(parts: list[Any]) -> bool:
+    first = np.asarray(parts[0])
+    # By bytes: NaN is equal to itself here.
+    return any(np.asarray(part).tobytes() != first.tobytes() for part in parts[1:])
+
+
+def _filling(kind: str, first: Any) -> Any:
+    # A metric is summed up over the replicas: what the first one has must not count twice.
+    return np.zeros_like(first) if kind == METRICS else first
+
+
+def _shape(value: Any) -> str:
+    return f"{getattr(value.dtype, 'name', value.dtype)}{list(value.shape)}"
