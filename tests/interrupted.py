@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 import traceback
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
@@ -266,7 +267,7 @@ def live(case: str, folder: str, plan: str | None, **options: Any) -> None:
         "epochs": history.epoch,
         "weights": [local(v) for v in model.variables],
         "optimizer": [local(v) for v in model.optimizer.variables],
-        "csv": open(f"{folder}/log.csv").read(),
+        "csv": Path(f"{folder}/log.csv").read_text(),
         "hooks": callbacks[-1].seen,
     }
     with open(f"{folder}/result.json", "w") as file:
@@ -291,7 +292,7 @@ def fork(*arguments: Any, **options: Any) -> int:
         code = 0
     except SystemExit as end:
         code = int(end.code or 0)
-    except BaseException:
+    except BaseException:  # noqa: BLE001  # the parent sees the code
         traceback.print_exc()
     finally:
         sys.stdout.flush()

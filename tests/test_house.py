@@ -82,8 +82,12 @@ def test_private_names_of_keras_and_tensorflow_live_in_modules_of_their_own():
     assert users_of("keras.src") == {
         "keras_safe_ckpt.storage.keras_internals",
         "keras_safe_ckpt.cluster.keras_trainer",
+        "keras_safe_ckpt.training.random_states",
     }
-    assert users_of("tensorflow.python") == {"keras_safe_ckpt.cluster.coordination"}
+    assert users_of("tensorflow.python") == {
+        "keras_safe_ckpt.cluster.coordination",
+        "keras_safe_ckpt.training.random_states",
+    }
 
 
 def test_private_names_do_not_cross_modules():

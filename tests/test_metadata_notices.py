@@ -341,7 +341,7 @@ def test_aws_interruption_has_the_time_of_the_event(action):
     ("moment", "seconds"),
     [
         ("2017-09-18T08:22:00Z", 0),
-        (iso(-1000).removesuffix("Z"), 0),  # Without a zone it is UTC.
+        ("2017-09-18T08:22:00", 0),
         ("9999-12-31T23:59:59Z", 120),  # The clock here is wrong: it is never so far away.
         ("soon", 120),
         ("", 120),

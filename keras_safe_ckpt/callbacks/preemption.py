@@ -145,6 +145,7 @@ class PreemptionAwareCallback(_Callback):  # type: ignore[misc]
 
     def on_test_begin(self, logs: Any = None) -> None:
         if self._run is None:
+            self.preempted = None
             self._watch = EvaluationWatch(self.model, self._settings, self._leave)
 
     def on_test_end(self, logs: Any = None) -> None:

@@ -199,6 +199,11 @@ class Resuming:
             position = _converted(
                 position, int(before["steps_per_execution"]), int(now["steps_per_execution"])
             )
+        if now["steps"] is not None:
+            # Where the epoch has become shorter than what was done of it, it ends.
+            most = math.ceil(now["steps"] / now["steps_per_execution"])
+            done = min(position.executions, most)
+            position = replace(position, executions=done, batch=min(position.batch, now["steps"]))
         if changed:
             warnings.warn(
                 f"This is not the run that was interrupted: {'; '.join(changed)}. It goes on at "

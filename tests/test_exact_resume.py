@@ -1,0 +1,130 @@
+"""Interrupted by real signals in real processes, a run ends as if it had not been."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import environment
+
+PROGRAM = Path(__file__).with_name("interrupted.py")
+
+#: What must be the same to the last bit; `hooks` counts what a callback of the user's was told.
+EQUAL = ("history", "epochs", "weights", "optimizer", "csv", "hooks")
+
+
+def lives(case: str, folder: Path, *plans: str, **options: Any) -> list[dict[str, Any]]:
+    """The undisturbed run, then one for each plan."""
+    done = subprocess.run(
+        [sys.executable, PROGRAM, case, folder, json.dumps(options), *plans],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60 + 30 * len(plans),
+    )
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(found) == 1 + len(plans), done.stdout + done.stderr
+    assert found[0]["code"] == 0, done.stderr
+    for run in found[1:]:
+        assert run["codes"][-1] == 0, (run["plan"], run["codes"], done.stderr)
+    return found
+
+
+def assert_as_undisturbed(undisturbed: dict[str, Any], *runs: dict[str, Any]) -> None:
+    for run in runs:
+        differing = [name for name in EQUAL if run[name] != undisturbed[name]]
+        assert differing == [], (run["plan"], run["codes"])
+        if "k" not in run["plan"]:
+            assert batches(run["seen"]) == batches(undisturbed["seen"]), run["plan"]
+        # Nobody would go on from a run that is finished.
+        assert not [name for name in run["left"] if name.startswith("run-")]
+
+
+def batches(seen: str) -> list[str]:
+    """What a callback was told, without the beginning of an epoch, which comes again."""
+    return [
+        line for line in seen.splitlines() if not line.startswith(("epoch 0", "epoch 1", "epoch 2"))
+    ]
+
+
+#: Hooks of a run: 1 is the beginning of an epoch, then two for each batch, the validation, ...
+CASES = {
+    "arrays": ("9", "13", "17k"),
+    "dataset": ("18,30", "27k"),
+    "global seed": ("20",),
+    "repeated": ("14,29", "22k"),
+    "unknown size": ("9,24", "20k"),
+    "generator": ("15,26", "22k"),
+    "python": ("20", "24k"),
+    "python, two threads": ("20",),
+    "split": ("9,27",),
+    "weighted": ("20",),
+    "averages": ("13,20", "27k"),
+    "several steps": ("5,13", "17k"),
+    "own step": ("9,20", "27k"),
+    "eager": ("20",),
+    "compiled": ("20",),
+    "stopping": ("20,30", "31"),
+    "random": ("20", "27k"),
+    "mirrored": ("14,25", "30k"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_interrupted_run_ends_as_if_it_had_not_been(tmp_path, case):
+    undisturbed, *runs = lives(case, tmp_path, *CASES[case])
+    assert_as_undisturbed(undisturbed, *runs)
+    for run in runs:
+        ended = [-9 if part.endswith("k") else 42 for part in run["plan"].split(",")]
+        assert run["codes"] == [*ended, 0]
+
+
+def test_a_notice_during_a_save_is_not_lost(tmp_path):
+    """Saved after every batch, some save is going on nearly always."""
+    undisturbed, *runs = lives("arrays", tmp_path, "9", "20k,32", save_freq=1)
+    assert_as_undisturbed(undisturbed, *runs)
+    assert [run["codes"] for run in runs] == [[42, 0], [-9, 42, 0]]
+
+
+def test_a_second_signal_ends_the_process_at_once(tmp_path):
+    undisturbed, run = lives("arrays", tmp_path, "20t")
+    # The first one has not been answered when the second comes: the last backup stands.
+    assert run["codes"] == [-15, 0]
+    assert_as_undisturbed(undisturbed, {**run, "plan": "k"})
+
+
+def test_backups_by_batches_and_by_seconds(tmp_path):
+    undisturbed, run = lives("arrays", tmp_path, "24k", save_freq=None, save_every_seconds=1e-6)
+    assert run["codes"] == [-9, 0]
+    assert_as_undisturbed(undisturbed, run)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("case", ["arrays", "dataset", "several steps"])
+def test_sigterm_at_every_hook(tmp_path, case, record_property):
+    (undisturbed,) = lives(case, tmp_path / "first")
+    plans = [str(number) for number in range(1, undisturbed["hooks"] + 1)]
+    tried = 0
+    for part in (plans[start : start + 16] for start in range(0, len(plans), 16)):
+        undisturbed, *runs = lives(case, tmp_path / part[0], *part)
+        assert_as_undisturbed(undisturbed, *runs)
+        tried += sum(run["codes"] == [42, 0] for run in runs)
+    assert tried == len(plans)
+    record_property("campaign", f"SIGTERM at every hook ({case}): {tried} of {len(plans)} equal")
+
+
+@pytest.mark.campaign
+def test_random_kills(tmp_path, record_property):
+    rng = random.Random(11)
+    plans = [f"{rng.randint(1, 46)}k" for _ in range(20)]
+    plans += [",".join(f"{n}k" for n in sorted(rng.sample(range(1, 46), 3))) for _ in range(5)]
+    undisturbed, *runs = lives("arrays", tmp_path, *plans, save_freq=3)
+    assert_as_undisturbed(undisturbed, *runs)
+    kills = sum(code == -9 for run in runs for code in run["codes"])
+    assert kills >= 20
+    record_property("campaign", f"random kill -9: {kills} kills, {len(runs)} of {len(runs)} equal")
