@@ -1,9 +1,10 @@
 """Short trainings that are interrupted, started again, and compared with an undisturbed one.
 
 Run as a program it imports TensorFlow once and lives each life in a forked child, which takes
-a fraction of a second: ``python interrupted.py CASE FOLDER PLAN...``. A plan is a list of lives,
-each ended by what it says: ``5`` is SIGTERM at the fifth hook of the run, ``5k`` kill -9, ``5t``
-SIGTERM twice. The last life is never disturbed. One line of JSON for each plan is printed.
+a fraction of a second: ``python interrupted.py CASE FOLDER OPTIONS PLAN...``. A plan is a list of
+lives, each ended by what it says: ``5`` is SIGTERM at the fifth hook of the run, ``5k`` kill -9,
+``5t`` SIGTERM twice, ``5e`` SIGTERM and its echo. The last life is never disturbed. One line of
+JSON for each plan is printed.
 """
 
 from __future__ import annotations
@@ -53,12 +54,13 @@ class Hit(keras.callbacks.Callback):
 
     def _hook(self) -> None:
         self.seen += 1
-        if self.plan is None or self.seen != int(self.plan.rstrip("ktw")):
+        if self.plan is None or self.seen != int(self.plan.rstrip("kte")):
             return
         if self.plan.endswith("k"):
             os.kill(os.getpid(), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGTERM)
-        if self.plan.endswith("t"):
+        if self.plan.endswith(("t", "e")):
+            time.sleep(0.7 if self.plan.endswith("t") else 0.01)
             os.kill(os.getpid(), signal.SIGTERM)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

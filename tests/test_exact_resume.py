@@ -91,11 +91,13 @@ def test_a_notice_during_a_save_is_not_lost(tmp_path):
     assert [run["codes"] for run in runs] == [[42, 0], [-9, 42, 0]]
 
 
-def test_a_second_signal_ends_the_process_at_once(tmp_path):
-    undisturbed, run = lives("arrays", tmp_path, "20t")
+def test_a_second_signal_ends_the_process_at_once_and_an_echo_does_not(tmp_path):
+    undisturbed, run, echo = lives("arrays", tmp_path, "20t", "20e")
     # The first one has not been answered when the second comes: the last backup stands.
     assert run["codes"] == [-15, 0]
     assert_as_undisturbed(undisturbed, {**run, "plan": "k"})
+    assert echo["codes"] == [42, 0]
+    assert_as_undisturbed(undisturbed, echo)
 
 
 def test_backups_by_batches_and_by_seconds(tmp_path):

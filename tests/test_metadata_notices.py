@@ -650,6 +650,14 @@ def test_answer_that_is_not_text_is_refused():
         MetadataClient(url, timeout_seconds=20).request("GET", "/")
 
 
+def test_error_does_not_bring_garbage_into_the_log():
+    garbage = raw_server(b"\x00\xff\x1b[31m" + b"x" * 5000 + b"\r\n\r\n")
+    with garbage as url, pytest.raises(MetadataError, match="BadStatusLine") as raised:
+        MetadataClient(url, timeout_seconds=20).request("GET", "/")
+    assert str(raised.value).isprintable()
+    assert len(str(raised.value)) < 200
+
+
 @pytest.mark.parametrize("text", ["", "{", "[" * 60_000, "TRUE", "9" * 60_000 + "x"])
 def test_answer_that_is_not_json_is_refused(text):
     with pytest.raises(MetadataError, match="not JSON"):

@@ -304,7 +304,7 @@ def test_what_happens_is_one_line_each_and_an_event(capsys):
         "Saved",
     ]
     kinds = [event["event"] for event in events()]
-    assert kinds == ["backup", "save", "notice", "agreement", "save", "preempted"]
+    assert kinds == ["begin", "backup", "save", "notice", "agreement", "save", "preempted"]
     build().fit(epochs=3, callbacks=[callback(verbose=1)], **DATA)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "[preemption]" in line]
     assert "Resumed at epoch 2, batch 3 from run-0000000008.weights.h5" in line

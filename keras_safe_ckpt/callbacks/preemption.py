@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -211,11 +212,16 @@ class PreemptionAwareCallback(_Callback):  # type: ignore[misc]
             wait_for_all_writers()
             self._settings.exit_fn()
         elif self._settings.on_preempted == "exit":
+            code = self._settings.exit_code
             if threading.current_thread() is not threading.main_thread():
                 # SystemExit would end this thread only.
                 wait_for_all_writers()
-                end_now(self._settings.exit_code)
-            sys.exit(self._settings.exit_code)
+                end_now(code)
+            # A signal on the way out must not turn "start me again" into something else; a handler
+            # would be taken away by Python before the threads of TensorFlow have ended.
+            for number in self._settings.choice.signals:
+                signal.signal(number, signal.SIG_IGN)
+            sys.exit(code)
         self._stop_fit()
 
     def _stop_fit(self) -> None:

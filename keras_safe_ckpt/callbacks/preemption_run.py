@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 import warnings
@@ -24,6 +25,7 @@ from keras_safe_ckpt.cluster.roles import role_of
 from keras_safe_ckpt.errors import AgreementError
 from keras_safe_ckpt.preemption.notices import Notice
 from keras_safe_ckpt.preemption.pace import Pace
+from keras_safe_ckpt.preemption.slurm import describe_job
 from keras_safe_ckpt.storage.keras_internals import import_keras
 from keras_safe_ckpt.training.cadence import Cadence, EveryBatches, EveryEpoch, EverySeconds
 from keras_safe_ckpt.training.keras_fit import find_fit, is_running
@@ -140,6 +142,13 @@ class PreemptionRun:
             self._closing.callback(self._lookout.close)
             if self._role.trains_together:
                 self._guard_steps()
+            self._events.record(
+                "begin",
+                epoch=at.epoch,
+                batch=at.batch,
+                notices=str(self._settings.choice),
+                **describe_job(os.environ),
+            )
             self._lookout.start()
 
     # Boundaries, as Keras reports them.

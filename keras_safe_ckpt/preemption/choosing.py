@@ -43,11 +43,10 @@ class Choice:
         """All that watch beside the signals, made anew for each run."""
         return [*cloud_watchers(self.clouds), *self.watchers]
 
-    def seconds_after(self, number: signal.Signals) -> float | None:
+    def seconds_after(self, number: signal.Signals) -> float:
         """How long the machine has after this signal."""
-        if "SLURM_JOB_ID" in self.environment:
-            return slurm_deadline(self.environment, number)
-        return DEFAULT_GRACE_SECONDS
+        known = slurm_deadline(self.environment, number)
+        return DEFAULT_GRACE_SECONDS if known is None else known
 
     def __str__(self) -> str:
         names = [number.name for number in self.signals]
@@ -86,7 +85,7 @@ def _add_name(choice: Choice, name: str) -> None:
         for platform in find_platforms(environment=choice.environment):
             _add_name(choice, platform)
     elif name == "slurm":
-        for number in slurm_signals({"SLURM_JOB_ID": "", **choice.environment}):
+        for number in slurm_signals({"SLURM_JOB_ID": "asked for", **choice.environment}):
             _add_signal(choice, number)
     elif name in _CLOUDS:
         if name not in choice.clouds:

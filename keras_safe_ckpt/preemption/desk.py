@@ -61,7 +61,11 @@ class NoticeDesk:
                 return
             self._cancel(notice.source)
             self._notices[notice.source] = notice
-        self._on_notice(notice)
+        try:
+            self._on_notice(notice)
+        except Exception:  # noqa: BLE001  # see below
+            # A closed terminal must not keep the notice from those who train.
+            _log.exception("The notice could not be shown: %s", notice)
         left = notice.seconds_left()
         if notice.advisory:
             self._request(SAVE, notice)

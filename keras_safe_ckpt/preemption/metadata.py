@@ -97,7 +97,8 @@ class MetadataClient:
         except MetadataError as error:
             raise MetadataError(f"{what}: {error}") from error
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise MetadataError(f"{what}: {type(error).__name__}: {error}") from error
+            # http.client quotes the answer.
+            raise MetadataError(f"{what}: {type(error).__name__}: {short(str(error))}") from error
         finally:
             connection.close()
 

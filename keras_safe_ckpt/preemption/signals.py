@@ -22,6 +22,9 @@ _log = logging.getLogger(__name__)
 #: Kubernetes gives a pod so long between SIGTERM and SIGKILL, SLURM (KillWait) and GCP as well.
 DEFAULT_GRACE_SECONDS = 30.0
 
+#: A signal to a job comes twice where its launcher forwards it: srun does. That is one notice.
+_ECHO_SECONDS = 0.5
+
 _said_off_main_thread = False
 
 
@@ -29,9 +32,10 @@ class SignalWatcher:
     """Takes the given signals for notices, while it watches.
 
     The first one is reported, and the handler that was there before is called, too; if that one
-    wants to end the program, it has to wait until the checkpoint is there. A second one, or one
-    that comes when ``is_wanted(frame)`` says that nobody trains any more, has the effect that it
-    had before. ``seconds(number)`` is how long the machine has after a signal.
+    wants to end the program, it has to wait until the checkpoint is there. A second one (other
+    than an echo of the first), or one that comes when ``is_wanted(frame)`` says that nobody trains
+    any more, has the effect that it had before. ``seconds(number)`` is how long the machine has
+    after a signal.
     """
 
     name = "signals"
@@ -48,6 +52,7 @@ class SignalWatcher:
         self._is_wanted = is_wanted
         self._previous: dict[int, Any] = {}
         self._received: int | None = None
+        self._since = 0.0
         self._desk: Desk | None = None
         #: What came and was not reported yet.
         self.news: deque[tuple[int, float]] = deque()
@@ -89,14 +94,16 @@ class SignalWatcher:
         self._have_the_former_effect(number, None)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        first = self._received is None
-        if first and self._is_wanted(frame):
-            self._received = number
-            self.news.append((number, time.monotonic()))
+        now = time.monotonic()
+        if not self._is_wanted(frame):
+            self._have_the_former_effect(number, frame)
+        elif self._received is None:
+            self._received, self._since = number, now
+            self.news.append((number, now))
             self._wake.put(True)
             self._call_former_handler(number, frame)
-            return
-        self._have_the_former_effect(number, frame)
+        elif number != self._received or now - self._since > _ECHO_SECONDS:
+            self._have_the_former_effect(number, frame)
 
     def _call_former_handler(self, number: int, frame: FrameType | None) -> None:
         previous = self._previous.get(number)

@@ -1,0 +1,105 @@
+"""One of several workers that train together, interrupted as its plan says.
+
+``preempted_worker.py FOLDER PLAN [OPTIONS]``: in the plan ``1:5`` is SIGTERM to worker 1 at its
+fifth hook (counted through all lives), ``1:5k`` is kill -9; each happens once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+FOLDER, PLAN = sys.argv[1], sys.argv[2]
+OPTIONS: dict[str, Any] = json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}
+TASK = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+
+import numpy as np  # noqa: E402
+import tensorflow as tf  # noqa: E402
+
+strategy = tf.distribute.MultiWorkerMirroredStrategy()
+
+import keras  # noqa: E402
+
+import keras_safe_ckpt  # noqa: E402
+
+keras_safe_ckpt.enable_multi_worker_fit()
+keras.utils.set_random_seed(7)
+
+rng = np.random.default_rng(0)
+X, Y = rng.normal(size=(48, 4)).astype("f4"), rng.normal(size=(48, 1)).astype("f4")
+EPOCHS = 4
+
+
+class Hit(keras.callbacks.Callback):
+    seen = 0
+
+    def get_state(self) -> int:
+        return self.seen
+
+    def set_state(self, state: int) -> None:
+        self.seen = state
+
+    def _hook(self) -> None:
+        self.seen += 1
+        for part in filter(None, PLAN.split(",")):
+            worker, _, hook = part.partition(":")
+            done = f"{FOLDER}/done-{worker}-{hook}"
+            mine = int(worker) == TASK and self.seen >= int(hook.rstrip("k"))
+            if mine and not os.path.exists(done):
+                with open(done, "w"):
+                    pass
+                os.kill(os.getpid(), signal.SIGKILL if hook.endswith("k") else signal.SIGTERM)
+                return
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._hook()
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._hook()
+
+
+def batches() -> Any:
+    return tf.data.Dataset.from_tensor_slices((X, Y))
+
+
+layers = keras.layers
+with strategy.scope():
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            layers.Dense(8),
+            layers.BatchNormalization(),
+            layers.Dropout(0.2),
+            layers.Dense(1),
+        ]
+    )
+    model.compile("adam", "mse", metrics=["mae"])
+callbacks: list[Any] = [Hit(), keras.callbacks.EarlyStopping("val_loss", patience=50)]
+if not OPTIONS.pop("undisturbed", False):
+    directory = OPTIONS.pop("directory", f"{FOLDER}/state").format(task=TASK)
+    callbacks.append(keras_safe_ckpt.PreemptionAwareCallback(directory, **OPTIONS))
+history = model.fit(
+    batches().shuffle(48, seed=3).batch(12),
+    validation_data=batches().batch(12),
+    epochs=EPOCHS,
+    verbose=0,
+    callbacks=callbacks,
+)
+
+
+def exact(variables: Any) -> list[str]:
+    return [np.asarray(variable.numpy()).tobytes().hex() for variable in variables]
+
+
+with open(f"{FOLDER}/facts-{TASK}.json", "w") as file:
+    facts = {
+        "history": history.history,
+        "weights": exact(model.variables),
+        "optimizer": exact(model.optimizer.variables),
+        "hooks": callbacks[0].seen,
+    }
+    json.dump(facts, file)

@@ -1,0 +1,301 @@
+"""What a notice makes of the time that is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+from processes import wait_until
+
+from keras_safe_ckpt.preemption.choosing import choose
+from keras_safe_ckpt.preemption.desk import SAVE, STOP, NoticeDesk
+from keras_safe_ckpt.preemption.notices import Notice, Poller, watching
+from keras_safe_ckpt.preemption.pace import Pace
+from keras_safe_ckpt.preemption.signals import SignalWatcher
+
+
+class Office:
+    """A desk, and what it asked for."""
+
+    def __init__(self, pace: Pace | None = None, trains: bool = True, **options: Any) -> None:
+        self.asked: list[str] = []
+        self.notices: list[Notice] = []
+        self.unanswered: list[str] = []
+        self.trains = trains
+        self.desk = NoticeDesk(
+            pace or Pace(),
+            ask=self._ask,
+            on_notice=self.notices.append,
+            unanswered=lambda notice: self.unanswered.append(notice.source),
+            **options,
+        )
+
+    def _ask(self, purpose: str, reason: str) -> bool:
+        self.asked.append(purpose)
+        return self.trains
+
+    def tell(self, seconds: float | None, source: str = "a", **facts: Any) -> None:
+        deadline = None if seconds is None else time.monotonic() + seconds
+        self.desk.tell(Notice(source, "ends", deadline, **facts))
+
+
+@pytest.fixture
+def office(request: Any) -> Any:
+    made: list[Office] = []
+
+    def make(*arguments: Any, **options: Any) -> Office:
+        made.append(Office(*arguments, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.desk.close()
+
+
+@pytest.mark.parametrize("seconds", [None, 0, 5, 30])
+def test_a_short_notice_stops_at_once(office, seconds):
+    one = office()
+    one.tell(seconds)
+    assert one.asked == [STOP]
+
+
+def test_a_long_notice_saves_and_stops_in_time(office):
+    one = office(Pace(batch_seconds=0.1, save_seconds=1.0))
+    one.tell(34.0)  # 3.7 s are needed: it trains on for 30.3 s.
+    assert one.asked == [SAVE]
+    (timer,) = [t for t in stop_timers() if t.interval < 33]
+    assert 30 < timer.interval < 30.4
+    timer.function()
+    assert one.asked == [SAVE, STOP]
+    assert one.desk.pressing == one.notices[0]
+
+
+def test_slow_saves_and_batches_shorten_what_is_left():
+    pace = Pace()
+    assert pace.seconds_to_train(120) == 118
+    pace.save_took(20)
+    assert pace.seconds_to_train(120) == 88
+    pace.batch_took(10)
+    assert pace.seconds_to_train(120) == 68
+    assert pace.seconds_to_train(60) == 0
+    assert not pace.can_save(19)
+    assert pace.can_save(21)
+    assert pace.can_save(None)
+    assert Pace().can_save(0.1)  # Nobody knows: worth a try.
+
+
+def test_a_slow_batch_is_forgotten_in_time():
+    pace = Pace()
+    pace.batch_took(10)  # The first one is compiled, too.
+    for _ in range(100):
+        pace.batch_took(0.01)
+    assert pace.batch_seconds == pytest.approx(0.01, abs=0.01)
+    pace.batch_took(3)
+    assert pace.batch_seconds == 3
+
+
+def test_a_grace_period_replaces_what_the_platform_says(office):
+    one = office(grace_seconds=500)
+    one.tell(1.0)
+    assert one.asked == [SAVE]
+    assert 499 < one.notices[0].seconds_left() <= 500
+
+
+def test_an_advisory_notice_saves_only(office):
+    one = office(grace_seconds=5)
+    one.tell(None, advisory=True)
+    assert one.asked == [SAVE]
+    assert one.desk.pressing is None
+
+
+def test_a_shorter_notice_after_a_long_one_stops(office):
+    one = office()
+    one.tell(500, "maintenance")
+    one.tell(10, "preempted")
+    assert one.asked == [SAVE, STOP]
+    assert one.desk.pressing.source == "preempted"
+    one.tell(5, "again")
+    assert one.asked == [SAVE, STOP], "asked to stop once"
+
+
+def test_a_withdrawn_notice_is_forgotten(office):
+    one = office()
+    one.tell(500)
+    one.desk.withdraw("a")
+    one.desk.withdraw("unknown")
+    wait_until(lambda: not stop_timers(), "no timer is left")
+    assert one.desk.pressing is None
+
+
+def test_nobody_answers_by_the_deadline(office):
+    one = office()
+    one.tell(0.05)
+    wait_until(lambda: one.unanswered == ["a"], "the deadline has passed")
+
+
+def test_whoever_has_stopped_training_answers(office):
+    one = office()
+    one.tell(0.2)
+    one.desk.close()
+    wait_until(lambda: not stop_timers(), "no timer is left")
+    one.tell(0.0)
+    assert one.asked == [STOP]
+
+
+def test_a_notice_when_nobody_trains_falls_through(office):
+    one = office(trains=False)
+    one.tell(20)
+    assert one.unanswered == ["a"]
+
+
+def stop_timers() -> list[Any]:
+    return [t for t in threading.enumerate() if t.name == "keras_safe_ckpt-notice-timer"]
+
+
+# Pollers.
+
+
+class Desk:
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def tell(self, notice: Notice) -> None:
+        self.told.append(notice.reason)
+
+    def withdraw(self, source: str) -> None:
+        self.told.append(f"not {source}")
+
+
+def test_a_poller_reports_each_change_once_and_survives_errors(caplog):
+    answers = [None, Notice("a", "1"), Notice("a", "1"), OSError("no"), Notice("a", "2"), None]
+    turn = iter(answers)
+    done = threading.Event()
+
+    def ask() -> Any:
+        answer = next(turn, "end")
+        if answer == "end":
+            done.set()
+            return None
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    desk = Desk()
+    with watching([Poller("test", ask, interval_seconds=0.001)], desk):
+        assert done.wait(10)
+    assert desk.told == ["1", "2", "not a"]
+    assert caplog.text.count("No answer from test") == 1
+
+
+def test_a_stopped_poller_says_nothing_any_more():
+    asked, answer = threading.Event(), threading.Event()
+
+    def ask() -> Notice:
+        asked.set()
+        answer.wait(10)
+        return Notice("a", "late")
+
+    desk = Desk()
+    poller = Poller("test", ask, interval_seconds=0.001)
+    poller.start(desk)
+    assert asked.wait(10)
+    poller.stop()
+    answer.set()
+    wait_until(
+        lambda: not [t for t in threading.enumerate() if t.name.endswith("notice-test")], "it ends"
+    )
+    assert desk.told == []
+
+
+# Choosing.
+
+
+def test_auto_is_sigterm_and_what_the_machine_is():
+    plain = choose("auto", {})
+    assert plain.signals == [signal.SIGTERM]
+    assert (plain.clouds, plain.exit_code) == ([], 42)
+    google = choose("auto", {"GCE_METADATA_HOST": "127.0.0.1:1"})
+    assert (google.clouds, google.exit_code) == (["gcp"], 143)
+    assert [watcher.name for watcher in google.pollers()]
+    slurm = choose("auto", {"SLURM_JOB_ID": "7"})
+    assert slurm.signals == [signal.SIGTERM, signal.SIGUSR1]
+
+
+def test_several_at_once():
+    both = choose(["SIGUSR2", signal.SIGTERM, 15, "aws", "gcp", "aws", lambda: False], {})
+    assert both.signals == [signal.SIGUSR2, signal.SIGTERM]
+    assert both.clouds == ["aws", "gcp"]
+    assert str(both) == "SIGUSR2, SIGTERM, aws, gcp, <lambda>"
+    assert choose(None).signals == []
+    assert choose("slurm", {}).signals == [signal.SIGTERM, signal.SIGUSR1]
+
+
+def test_a_signal_in_a_slurm_job_has_the_time_that_slurm_gives():
+    end = str(int(time.time()) + 200)
+    choice = choose("auto", {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": end})
+    assert 190 < choice.seconds_after(signal.SIGUSR1) <= 200
+    assert choice.seconds_after(signal.SIGTERM) <= 30
+    assert choose("auto", {}).seconds_after(signal.SIGTERM) == 30
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"), [(True, "says so"), ("why", "why"), (Notice("x", "y"), "y"), (0, None)]
+)
+def test_a_function_may_answer_in_several_ways(answer, reason):
+    desk = Desk()
+    asked = threading.Event()
+
+    def function() -> Any:
+        asked.set()
+        return answer
+
+    with watching(choose(function).watchers, desk):
+        assert asked.wait(10)
+        if reason is not None:
+            wait_until(lambda: bool(desk.told), "it was told")
+    assert desk.told == ([] if reason is None else [reason])
+
+
+# Signals.
+
+
+def test_a_handler_that_somebody_put_over_ours_stays():
+    before = signal.getsignal(signal.SIGUSR2)
+    watcher = SignalWatcher([signal.SIGUSR2])
+    watcher.start(Desk())
+    other = lambda number, frame: None  # noqa: E731
+    signal.signal(signal.SIGUSR2, other)
+    watcher.stop()
+    assert signal.getsignal(signal.SIGUSR2) is other
+    signal.signal(signal.SIGUSR2, before)
+
+
+def test_an_ignored_signal_stays_without_effect_when_nobody_trains():
+    before = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    watcher = SignalWatcher([signal.SIGUSR2], is_wanted=lambda frame: False)
+    desk = Desk()
+    watcher.start(desk)
+    try:
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert desk.told == []
+    finally:
+        watcher.stop()
+        signal.signal(signal.SIGUSR2, before)
+
+
+def test_a_signal_is_reported_by_whoever_comes_first():
+    before = signal.getsignal(signal.SIGUSR2)
+    desk = Desk()
+    watcher = SignalWatcher([signal.SIGUSR2])
+    watcher.start(desk)
+    try:
+        os.kill(os.getpid(), signal.SIGUSR2)
+        watcher.report()
+        wait_until(lambda: desk.told == ["received"], "it was told once")
+    finally:
+        watcher.stop()
+    assert signal.getsignal(signal.SIGUSR2) == before

@@ -1,0 +1,131 @@
+"""Several real workers with plain BatchNormalization and validation, preempted together."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clusters import facts
+from processes import environment
+
+from keras_safe_ckpt import CheckpointStore
+
+PROGRAM = Path(__file__).with_name("preempted_worker.py")
+#: Batches and validation batches of a run: one hook each.
+HOOKS = 4 * (4 + 4)
+
+
+def launch(
+    folder: Path, plan: str, *, workers: int = 2, restarts: int = 10, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "keras_safe_ckpt", "launch", "--workers", str(workers)]
+    command += [f"--max-restarts={restarts}", "--restart-codes=42,143,137"]
+    return subprocess.run(
+        [*command, PROGRAM, folder, plan, json.dumps(options)],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60 + 60 * (1 + plan.count(":")),
+    )
+
+
+def events(folder: Path, name: str) -> list[dict[str, Any]]:
+    found = CheckpointStore(folder / "state").events.read()
+    return [event for event in found if event["event"] == name]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: Any) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    done = launch(folder, "", undisturbed=True)
+    assert done.returncode == 0, done.stdout
+    found = facts(folder)
+    # Each worker has statistics of its own, or there would be little to keep apart.
+    assert found[0]["weights"] != found[1]["weights"]
+    assert found[0]["history"] == found[1]["history"]
+    return found
+
+
+def test_workers_stop_after_the_same_batch_and_go_on_there(tmp_path, undisturbed):
+    """A notice in training on one, in validation on the other."""
+    done = launch(tmp_path, "1:3,0:14")
+    assert done.returncode == 0, done.stdout
+    assert "2 restarts" in done.stdout
+    assert facts(tmp_path) == undisturbed
+    stops = [(event["epoch"], event["batch"]) for event in events(tmp_path, "preempted")]
+    assert len(stops) == 4
+    assert stops[0] == stops[1]
+    assert stops[2] == stops[3]
+    assert all(event["repeated"] == 0 for event in events(tmp_path, "resume"))
+    assert {event["outcome"] for event in events(tmp_path, "preempted")} <= {
+        "saved",
+        "saved before",
+    }
+
+
+def test_after_kill_9_the_workers_go_on_from_a_backup(tmp_path, undisturbed):
+    done = launch(tmp_path, "1:19k", save_freq=3)
+    assert done.returncode == 0, done.stdout
+    assert "1 restart" in done.stdout
+    assert facts(tmp_path) == undisturbed
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+def test_a_worker_that_dies_on_the_way_leaves_a_marked_checkpoint(tmp_path, worker):
+    """It gets the notice, tells the others, and is gone before the step that all agreed on."""
+    done = launch(tmp_path, f"{worker}:2,{worker}:3k", save_freq=None, restarts=1)
+    assert done.returncode == 0, done.stdout
+    (first_life,) = [line for line in done.stdout.splitlines() if line.startswith("[launch] start ")]
+    assert f"worker {1 - worker}: code 42" in first_life, "it asks to be started again"
+    (preempted,) = events(tmp_path, "preempted")
+    assert preempted["outcome"].startswith("saved, ")
+    resumed = events(tmp_path, "resume")
+    assert [event["degraded"] for event in resumed] == 2 * [[f"worker {worker}"]]
+    assert {(event["epoch"], event["batch"]) for event in resumed} == {(0, preempted["batch"])}
+    assert len(facts(tmp_path)[0]["history"]["loss"]) == 4
+
+
+def test_fewer_and_more_workers_go_on_with_the_chiefs_values(tmp_path):
+    done = launch(tmp_path, "1:3", restarts=0, save_every_seconds=0.01)
+    assert done.returncode == 42, done.stdout
+    # By seconds all save after the same batch, too.
+    assert events(tmp_path, "backup")
+    done = launch(tmp_path, "0:9", workers=1, restarts=0)
+    assert done.returncode == 42, done.stdout
+    assert "workers was 2 and is 1" in done.stdout
+    done = launch(tmp_path, "", workers=2, restarts=0)
+    assert done.returncode == 0, done.stdout
+    assert "this worker takes the chief's" in done.stdout
+    chief, other = facts(tmp_path)
+    assert chief["history"] == other["history"]
+    assert len(chief["history"]["loss"]) == 4
+    assert chief["hooks"] == HOOKS
+
+
+def test_a_directory_that_is_not_shared_is_refused(tmp_path):
+    folders = str(tmp_path / "state-{task}")
+    done = launch(tmp_path, "", restarts=0, directory=folders)
+    assert done.returncode == 1
+    assert "Expected a directory that all workers share" in done.stdout
+    assert not os.path.exists(tmp_path / "facts-0.json")
+
+
+@pytest.mark.campaign
+def test_a_storm_of_ten_notices(tmp_path, undisturbed, record_property):
+    rng = random.Random(5)
+    hooks = sorted(rng.sample(range(2, HOOKS - 2), 10))
+    plan = ",".join(f"{rng.randint(0, 1)}:{hook}" for hook in hooks)
+    done = launch(tmp_path, plan, restarts=20)
+    assert done.returncode == 0, done.stdout
+    assert facts(tmp_path) == undisturbed
+    stops = len(events(tmp_path, "preempted")) // 2
+    assert stops >= 8, "two notices may come so close that they are one"
+    record_property("campaign", f"two workers, plan {plan}: {stops} stops, both equal at the end")

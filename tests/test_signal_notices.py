@@ -1,0 +1,193 @@
+"""Signals as notices, in real processes: chained, given back, and never swallowed."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from processes import PROJECT, environment, wait_until
+
+#: A model whose step takes as long as we like, interrupted from outside.
+PRELUDE = """
+import os, signal, sys, threading, time
+os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+import numpy as np
+import keras
+from keras_safe_ckpt import PreemptionAwareCallback
+FOLDER = sys.argv[1]
+X = np.zeros((8, 2), "float32")
+
+def note(text):
+    with open(f"{FOLDER}/notes.txt", "a") as file:
+        print(text, file=file)
+
+class Waiting(keras.callbacks.Callback):
+    '''Says that training runs, and waits for the signal in each batch.'''
+    def __init__(self, wait):
+        super().__init__()
+        self.wait = wait
+    def on_train_batch_end(self, batch, logs=None):
+        note(f"batch {batch}")
+        self.wait()
+
+def train(wait, **options):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", run_eagerly=True)
+    mine = PreemptionAwareCallback(f"{FOLDER}/state", **options)
+    model.fit(X, X[:, :1], batch_size=2, epochs=50, verbose=0, shuffle=False,
+              callbacks=[Waiting(wait), mine])
+"""
+
+
+def start(folder: Path, code: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", PRELUDE + code, str(folder)],
+        env=environment(),
+        cwd=PROJECT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_until(lambda: "batch 1" in notes(folder) or process.poll() is not None, "it trains")
+    return process
+
+
+def notes(folder: Path) -> str:
+    path = folder / "notes.txt"
+    return path.read_text() if path.exists() else ""
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "state").glob("run-*"))
+
+
+def test_a_signal_saves_and_exits_with_the_restart_code(tmp_path):
+    process = start(tmp_path, "train(lambda: time.sleep(0.05))")
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 42, err
+    assert "[preemption] Notice from SIGTERM: received, 30 s left" in out
+    assert files(tmp_path)
+
+
+def test_any_signal_by_choice_and_the_former_handler_is_called_too(tmp_path):
+    code = """
+def former(number, frame):
+    note(f"former {number}")
+    sys.exit(3)   # Has to wait until the checkpoint is there.
+signal.signal(signal.SIGUSR2, former)
+signal.signal(signal.SIGTERM, lambda number, frame: note("terminated"))
+train(lambda: time.sleep(0.05), notices="SIGUSR2")
+"""
+    process = start(tmp_path, code)
+    process.send_signal(signal.SIGTERM)  # Not ours.
+    wait_until(lambda: "terminated" in notes(tmp_path), "the other signal was handled")
+    process.send_signal(signal.SIGUSR2)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 42, err
+    assert notes(tmp_path).count("former 12") == 1
+    assert files(tmp_path)
+
+
+def test_a_step_that_hangs_falls_through_at_the_deadline(tmp_path):
+    """The main thread sits in a call that lets no signal handler of Python run."""
+    code = """
+import ctypes
+calls = []
+def hang():
+    calls.append(1)
+    if len(calls) == 2:
+        os.kill(os.getpid(), signal.SIGTERM)   # Handled before this returns.
+        ctypes.CDLL(None).sleep(600)
+train(hang, grace_period=1.5)
+"""
+    process = start(tmp_path, code)
+    _, err = process.communicate(timeout=60)
+    # As if nobody had ever handled it.
+    assert process.returncode == -signal.SIGTERM, err
+    assert "was not answered in time" in err
+
+
+def test_after_fit_a_signal_has_its_former_effect(tmp_path):
+    code = """
+stop = []
+def wait():
+    stop.append(1)
+    if len(stop) == 3:
+        raise RuntimeError("by design")
+try:
+    train(wait)
+except RuntimeError:
+    note("failed")
+time.sleep(600)
+"""
+    process = start(tmp_path, code)
+    wait_until(lambda: "failed" in notes(tmp_path), "fit has failed")
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGTERM, err
+
+
+def test_a_notice_that_comes_before_fit_fails_is_not_swallowed(tmp_path):
+    code = """
+calls = []
+def wait():
+    calls.append(1)
+    if len(calls) == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise RuntimeError("by design")
+try:
+    train(wait, grace_period=1.5)
+except RuntimeError:
+    note("failed")
+time.sleep(600)
+"""
+    process = start(tmp_path, code)
+    _, err = process.communicate(timeout=60)
+    assert "failed" in notes(tmp_path)
+    assert process.returncode == -signal.SIGTERM, err
+
+
+def test_a_second_signal_does_not_wait_for_the_batch(tmp_path):
+    process = start(
+        tmp_path, "train(lambda: time.sleep(20 if os.path.exists(FOLDER + '/slow') else 0.05))"
+    )
+    (tmp_path / "slow").touch()
+    before = notes(tmp_path).count("batch")
+    wait_until(lambda: notes(tmp_path).count("batch") > before, "a slow batch has begun")
+    process.send_signal(signal.SIGTERM)
+    wait_until(lambda: "notice" in events(tmp_path), "the first one was noticed")
+    time.sleep(0.7)  # What comes earlier is taken for an echo of it.
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=15)
+    assert process.returncode == -signal.SIGTERM
+
+
+def events(folder: Path) -> str:
+    path = folder / "state" / "events.jsonl"
+    return path.read_text() if path.exists() else ""
+
+
+@pytest.mark.parametrize("exit", ["lambda: sys.exit(5)", "None"])
+def test_off_the_main_thread_the_process_ends_all_the_same(tmp_path, exit):
+    code = f"""
+rings = threading.Event()
+def target():
+    train(lambda: (time.sleep(0.02), os.path.exists(FOLDER + "/now") and rings.set()),
+          notices=["SIGTERM", rings.is_set], exit_fn={exit})
+thread = threading.Thread(target=target)
+thread.start()
+thread.join()
+note("joined")
+time.sleep(60 if ({exit}) is None else 0)
+"""
+    process = start(tmp_path, code)
+    (tmp_path / "now").touch()
+    _, err = process.communicate(timeout=40)
+    assert process.returncode == (42 if exit == "None" else 0), err
+    assert "does not run on the main thread" in err
+    assert files(tmp_path)
