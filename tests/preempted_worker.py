@@ -10,10 +10,13 @@ import json
 import os
 import signal
 import sys
+import time
 from typing import Any
 
 FOLDER, PLAN = sys.argv[1], sys.argv[2]
 OPTIONS: dict[str, Any] = json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}
+#: How long a batch takes at least.
+PAUSE = OPTIONS.pop("pause", 0.0)
 TASK = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
 os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 
@@ -54,6 +57,9 @@ class Hit(keras.callbacks.Callback):
                     pass
                 os.kill(os.getpid(), signal.SIGKILL if hook.endswith("k") else signal.SIGTERM)
                 return
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        time.sleep(PAUSE)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._hook()

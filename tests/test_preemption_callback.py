@@ -15,6 +15,20 @@ import numpy as np
 import pytest
 from driven import flip_a_bit
 from keras_setup import keras, tf
+from preempted_fit import (
+    DATA,
+    At,
+    Bell,
+    Told,
+    X,
+    Y,
+    build,
+    callback,
+    events,
+    interrupted_at,
+    run_files,
+    weights,
+)
 from processes import wait_until
 
 from keras_safe_ckpt import (
@@ -28,128 +42,9 @@ from keras_safe_ckpt import (
     UnsafePathError,
 )
 from keras_safe_ckpt.callbacks import preemption_run
-from keras_safe_ckpt.preemption.notices import Notice
 from keras_safe_ckpt.training import keras_fit
 
 pytestmark = pytest.mark.usefixtures("alone_in_a_folder")
-
-X = np.arange(40, dtype="float32").reshape(10, 4) / 40
-Y = X.sum(axis=1, keepdims=True)
-#: Five batches an epoch, always in the same order.
-DATA: dict[str, Any] = {"x": X, "y": Y, "batch_size": 2, "shuffle": False, "verbose": 0}
-
-
-class Bell:
-    """A watcher of the test's own."""
-
-    name = "bell"
-
-    def __init__(self) -> None:
-        self.desk: Any = None
-        self.stopped = 0
-
-    def start(self, desk: Any) -> None:
-        self.desk = desk
-
-    def stop(self) -> None:
-        self.stopped += 1
-
-    def ring(self, **facts: Any) -> None:
-        self.desk.tell(Notice("bell", "rings", **facts))
-
-
-class At(keras.callbacks.Callback):
-    """Does something at a moment of training, once."""
-
-    def __init__(self, hook: str, epoch: int, batch: int, action: Any) -> None:
-        super().__init__()
-        self._wanted, self._action, self._epoch = (hook, epoch, batch), action, 0
-        self.done = False
-
-    def _at(self, hook: str, batch: int) -> None:
-        if (hook, self._epoch, batch) == self._wanted and not self.done:
-            self.done = True
-            self._action()
-
-    def get_state(self) -> bool:
-        return self.done
-
-    def set_state(self, state: bool) -> None:
-        self.done = state
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._epoch = epoch
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._at("batch", batch)
-
-    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._at("test", batch)
-
-    def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._at("predict", batch)
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._at("epoch", epoch)
-
-    def on_train_end(self, logs: Any = None) -> None:
-        self._at("train", 0)
-
-
-class Told(keras.callbacks.Callback):
-    """Remembers what it is told; has no state to keep, being a list outside."""
-
-    def __init__(self, log: list[Any]) -> None:
-        super().__init__()
-        self._log = log
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._log.append(batch)
-
-    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._log.append(f"test {batch}")
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._log.append(f"end of {epoch}")
-
-
-def build(units: int = 3, **options: Any) -> Any:
-    keras.utils.set_random_seed(3)
-    layers = [keras.Input((4,)), keras.layers.Dense(units), keras.layers.Dense(1)]
-    model = keras.Sequential(layers)
-    model.compile("adam", "mse", run_eagerly=True, **options)
-    return model
-
-
-def callback(bell: Bell | None = None, **options: Any) -> Any:
-    options = {"on_preempted": "stop", "verbose": 0, "notices": bell, **options}
-    return PreemptionAwareCallback(options.pop("directory", "state"), **options)
-
-
-def interrupted_at(hook: str, epoch: int, batch: int, model: Any = None, **options: Any) -> Any:
-    """A run that a notice has stopped, and its callback."""
-    bell = Bell()
-    mine = callback(bell, **options)
-    model = model or build()
-    fit = {"epochs": 3, **DATA}
-    if hook == "test":
-        fit["validation_data"] = (X, Y)
-        fit["validation_batch_size"] = 2
-    model.fit(callbacks=[mine, At(hook, epoch, batch, bell.ring)], **fit)
-    return mine
-
-
-def events(name: str | None = None, folder: str = "state") -> list[dict[str, Any]]:
-    found = CheckpointStore(folder).events.read()
-    return [event for event in found if name in (None, event["event"])]
-
-
-def run_files(folder: str = "state") -> list[str]:
-    return sorted(name for name in os.listdir(folder) if name.startswith("run-"))
-
-
-def weights(model: Any) -> list[bytes]:
-    return [value.tobytes() for value in model.get_weights()]
 
 
 @pytest.fixture(scope="module")
@@ -574,6 +469,78 @@ def test_a_run_that_failed_does_not_keep_its_directory(undisturbed):
     model = build()
     history = model.fit(epochs=3, callbacks=[callback(), At("batch", 9, 0, None)], **DATA)
     assert (weights(model), history.history) == undisturbed
+
+
+def test_a_resume_that_failed_leaves_no_trace_in_the_model(undisturbed):
+    """Not the epoch at which Keras begins, nor a training step that drops batches."""
+
+    class Fails(keras.callbacks.Callback):
+        def __init__(self, hook: str) -> None:
+            super().__init__()
+            setattr(self, hook, self.fail)
+
+        def fail(self, *arguments: Any, **options: Any) -> None:
+            raise RuntimeError("by design")
+
+    interrupted_at("batch", 1, 2)
+    for hook in ("on_train_begin", "on_epoch_begin"):
+        model = build()
+        first = model.get_weights()
+        with pytest.raises(RuntimeError, match="by design"):
+            model.fit(epochs=3, callbacks=[callback(), Fails(hook)], **DATA)
+        again = build()
+        again.set_weights(first)
+        log: list[Any] = []
+        model.fit(epochs=1, callbacks=[Told(log)], **DATA)
+        assert log == [0, 1, 2, 3, 4, "end of 0"]
+    interrupted = build()
+
+    def broken() -> Any:
+        for number in range(99):
+            if number == 6:  # On the way back to the batch.
+                raise RuntimeError("no more data")
+            yield X[:2], Y[:2]
+
+    with pytest.raises(tf.errors.OpError, match="no more data"):
+        interrupted.fit(broken(), steps_per_epoch=5, epochs=3, verbose=0, callbacks=[callback()])
+    log = []
+    interrupted.fit(epochs=1, callbacks=[Told(log)], **DATA)
+    assert log == [0, 1, 2, 3, 4, "end of 0"]
+
+
+def test_a_failed_run_does_not_answer_for_the_next_one():
+    """Its signal handler is still there, below that of the next run."""
+
+    def fail() -> None:
+        raise RuntimeError("by design")
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(RuntimeError, match="by design"):
+        build().fit(
+            epochs=3,
+            callbacks=[callback("SIGTERM", directory="a"), At("batch", 0, 1, fail)],
+            **DATA,
+        )
+    mine = callback("SIGTERM", directory="b")
+    ring = At("batch", 0, 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    build().fit(epochs=3, callbacks=[mine, ring], **DATA)
+    assert mine.preempted == "SIGTERM: received"
+    assert events("notice", "a") == []
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_fit_within_a_fit_has_a_run_of_its_own():
+    inner: list[Any] = []
+
+    class Nested(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            mine = callback(directory=f"inner-{epoch}")
+            inner.append(build().fit(epochs=1, callbacks=[mine], **DATA).epoch)
+
+    history = build().fit(epochs=2, callbacks=[callback(), Nested()], **DATA)
+    assert history.epoch == [0, 1]
+    assert inner == [[0], [0]]
+    assert events("finished")
 
 
 def test_a_checkpoint_of_another_model_is_refused_and_the_model_left_alone():

@@ -23,8 +23,8 @@ from keras_safe_ckpt.training.keras_fit import find_fit
 
 _Callback: Any = import_keras().callbacks.Callback
 
-#: The runs of this process that hold a directory, to let go of one whose `fit` has failed.
-_open_runs: dict[str, PreemptionRun] = {}
+#: The runs of this process that were begun, to let go of one whose `fit` has failed.
+_open_runs: list[PreemptionRun] = []
 
 
 class PreemptionAwareCallback(_Callback):  # type: ignore[misc]
@@ -125,7 +125,12 @@ class PreemptionAwareCallback(_Callback):  # type: ignore[misc]
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         if self._run is not None:
+            self._run.epoch_comes()  # Where there is no herald.
             self._run.epoch_begins(epoch)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self._run is not None:
+            self._run.batch_begins()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self._run is not None:
@@ -172,16 +177,18 @@ class PreemptionAwareCallback(_Callback):  # type: ignore[misc]
         run, self._run = self._run, None
         if run is not None:
             run.train_ends()
-            _open_runs.pop(self._settings.directory, None)
+            _forget(run)
 
     # For the herald, which stands at the head of the list.
 
     def open_run(self) -> None:
         """Before the other callbacks hear that training begins."""
         self.preempted = None
-        stale = _open_runs.pop(self._settings.directory, None)
-        if stale is not None and stale.thread is threading.current_thread():
-            stale.close()  # Its `fit` has ended, or this one could not have begun.
+        for other in list(_open_runs):
+            if not other.is_running():
+                # Its `fit` has failed: the directory, the signals and the rest are free.
+                _open_runs.remove(other)
+                other.close()
         self._run = PreemptionRun(self, self._settings, self._leave)
         try:
             self._run.open()
@@ -189,8 +196,13 @@ class PreemptionAwareCallback(_Callback):  # type: ignore[misc]
             self._run.close()
             self._run = None
             raise
-        _open_runs[self._settings.directory] = self._run
+        _open_runs.append(self._run)
         self._opened = True
+
+    def epoch_comes(self) -> None:
+        """Before the other callbacks hear of it."""
+        if self._run is not None:
+            self._run.epoch_comes()
 
     def validation_begins(self) -> None:
         """Before the other callbacks hear of it."""
@@ -207,7 +219,7 @@ class PreemptionAwareCallback(_Callback):  # type: ignore[misc]
     def _leave(self, reason: str) -> None:
         """The checkpoint is durable (or cannot be): end the program, or the `fit`."""
         self.preempted = reason
-        _open_runs.pop(self._settings.directory, None)
+        _forget(self._run)
         if self._settings.exit_fn is not None:
             wait_for_all_writers()
             self._settings.exit_fn()
@@ -249,6 +261,11 @@ class PreemptionAwareCallback(_Callback):  # type: ignore[misc]
         callback_list.callbacks = [herald, *others, self]
 
 
+def _forget(run: PreemptionRun | None) -> None:
+    if run in _open_runs:
+        _open_runs.remove(run)
+
+
 class _Herald(_Callback):  # type: ignore[misc]
     """Hears everything first, and passes it on to the callback, which hears it last."""
 
@@ -260,6 +277,9 @@ class _Herald(_Callback):  # type: ignore[misc]
 
     def on_train_begin(self, logs: Any = None) -> None:
         self.owner.open_run()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.owner.epoch_comes()
 
     def on_test_begin(self, logs: Any = None) -> None:
         self.owner.validation_begins()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import threading
 import time
 import warnings
@@ -28,7 +29,7 @@ from keras_safe_ckpt.preemption.pace import Pace
 from keras_safe_ckpt.preemption.slurm import describe_job
 from keras_safe_ckpt.storage.keras_internals import import_keras
 from keras_safe_ckpt.training.cadence import Cadence, EveryBatches, EveryEpoch, EverySeconds
-from keras_safe_ckpt.training.keras_fit import find_fit, is_running
+from keras_safe_ckpt.training.keras_fit import FitAround, find_fit, is_running
 from keras_safe_ckpt.training.position import Position
 from keras_safe_ckpt.training.random_states import global_seed_is_set
 from keras_safe_ckpt.training.run_state import Captured, RunState
@@ -49,7 +50,8 @@ class PreemptionRun:
                 "PreemptionAwareCallback needs Keras's TensorFlow backend. "
                 f"Received: backend {backend!r}"
             )
-        self.thread = threading.current_thread()
+        self._thread = threading.current_thread()
+        self._fit = FitAround()
         self._callback = callback
         self._model = callback.model
         self._params: Mapping[str, Any] = callback.params or {}
@@ -130,13 +132,12 @@ class PreemptionRun:
             self._clock = None if seconds is None else EverySeconds(seconds)
             self._state.callbacks.begin_watching()
             self._say_what_cannot_hold()
-            code = self._fit.code
             self._lookout = Lookout(
                 self._settings.choice,
                 self._cohort,
                 self._pace,
                 grace_seconds=self._settings.grace_period,
-                is_wanted=lambda frame: code is None or is_running(code, frame),
+                is_wanted=lambda frame: is_running(self._fit, frame),
                 on_notice=self._on_notice,
             )
             self._closing.callback(self._lookout.close)
@@ -152,6 +153,13 @@ class PreemptionRun:
             self._lookout.start()
 
     # Boundaries, as Keras reports them.
+
+    def epoch_comes(self) -> None:
+        """Before any callback hears of it, and may fail: a later `fit` begins where it is told."""
+        self._resuming.forget_epoch()
+
+    def batch_begins(self) -> None:
+        self._resuming.batch_begins()
 
     def epoch_begins(self, epoch: int) -> None:
         self._last_end = None
@@ -244,6 +252,12 @@ class PreemptionRun:
             self._backups.delete_all(self._role.world)
         self._events.record("finished", epochs=self._position.epoch)
         self.close()
+
+    def is_running(self) -> bool:
+        """Whether its `fit` is going on, on this thread or another one."""
+        if self._thread is not threading.current_thread():
+            return self._thread.is_alive()
+        return is_running(self._fit, sys._getframe())
 
     def close(self) -> None:
         """Whatever happens next is not this run's business."""

@@ -118,7 +118,6 @@ class Resuming:
 
     def epoch_begins(self) -> bool:
         """Whether the epoch begins with batches that were trained on before the restart."""
-        self._forget_epoch()
         restoring = self._restoring
         if restoring is None or not self.position.executions or self._forward is not None:
             return False
@@ -137,6 +136,11 @@ class Resuming:
         )
         return True
 
+    def batch_begins(self) -> None:
+        """The next call of the training step comes from this `fit`."""
+        if self._forward is not None:
+            self._forward.is_wanted = True
+
     def is_fast_forwarding(self) -> bool:
         """Whether the batch that ends now was only dropped."""
         if self._forward is None or self._is_there:
@@ -152,7 +156,7 @@ class Resuming:
             self._forward.give_back()
 
     def close(self) -> None:
-        self._forget_epoch()
+        self.forget_epoch()
         self.batches_end()
         self._show_others()
         if self._restoring is not None:
@@ -307,7 +311,7 @@ class Resuming:
         if hidden is not None and self._fit.callback_list is not None:
             self._fit.callback_list.callbacks = hidden
 
-    def _forget_epoch(self) -> None:
+    def forget_epoch(self) -> None:
         """A later `fit` of the model is to begin where it is told."""
         if self._initial_epoch is not None:
             begin_at_epoch(self._model, self._initial_epoch[0])

@@ -47,10 +47,12 @@ def find_fit() -> FitAround:
     return FitAround(callback_list, epochs, code)
 
 
-def is_running(code: CodeType | None, frame: FrameType | None) -> bool:
-    """Whether a call of this code is on the stack that ends in ``frame``."""
+def is_running(fit: FitAround, frame: FrameType | None) -> bool:
+    """Whether this very `fit` is on the stack that ends in ``frame``; True if it is not known."""
+    if fit.code is None:
+        return True
     while frame is not None:
-        if frame.f_code is code:
+        if frame.f_code is fit.code and frame.f_locals.get("callbacks") is fit.callback_list:
             return True
         frame = frame.f_back
     return False

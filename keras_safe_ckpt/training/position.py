@@ -69,9 +69,16 @@ class FastForward:
         self._cut_short = cut_short
         self.left = position.executions
         self.dropped = 0
+        #: Set before each batch. A `fit` that has failed leaves this function in the model, and
+        #: the next one, which may know nothing of it, must not lose batches to it.
+        self.is_wanted = False
         model.train_function = self
 
     def __call__(self, iterator: Any) -> Any:
+        wanted, self.is_wanted = self.is_wanted, False
+        if not wanted:
+            self.give_back()
+            return self._own(iterator)
         if not self.left:
             self.give_back()
             raise StopIteration
