@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -191,3 +192,20 @@ time.sleep(60 if ({exit}) is None else 0)
     assert process.returncode == (42 if exit == "None" else 0), err
     assert "does not run on the main thread" in err
     assert files(tmp_path)
+
+
+def test_slurm_tells_by_signals_and_variables(tmp_path, monkeypatch):
+    """As with ``sbatch --signal=USR1@120``: two minutes before the limit."""
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 20))
+    process = start(tmp_path, "train(lambda: time.sleep(0.05))")
+    process.send_signal(signal.SIGUSR1)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 42, err
+    assert "Notice from SIGUSR1: received" in out
+    assert files(tmp_path)
+    found = [json.loads(line) for line in events(tmp_path).splitlines()]
+    assert (found[0]["job"], found[0]["restarts"]) == ("4711", 2)
+    (notice,) = [event for event in found if event["event"] == "notice"]
+    assert notice["seconds_left"] < 20

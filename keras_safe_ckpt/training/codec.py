@@ -41,13 +41,12 @@ def encode(
         return value
     if isinstance(value, (list, tuple)):
         items = [
-            encode(item, arrays, f"{where}[{index}]".replace("/", "_"), depth + 1)
-            for index, item in enumerate(value)
+            encode(item, arrays, f"{where}[{index}]", depth + 1) for index, item in enumerate(value)
         ]
         return items if type(value) is list else {_TUPLE: items}
     if isinstance(value, Mapping):
         pairs = [
-            (key, encode(item, arrays, f"{where}.{key}".replace("/", "_"), depth + 1))
+            (key, encode(item, arrays, f"{where}.{str(key).replace('/', '_')}", depth + 1))
             for key, item in value.items()
         ]
         if all(isinstance(key, str) for key, _ in pairs) and not set(value) & set(_TAGS):
