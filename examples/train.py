@@ -51,7 +51,9 @@ def main() -> None:
     best = keras_safe_ckpt.SafeModelCheckpoint(
         os.path.join(arguments.directory, "best.keras"), monitor="loss", save_best_only=True
     )
-    model.fit(data, epochs=arguments.epochs, verbose=2, callbacks=[best])
+    # Preempted and started again, the run continues at the batch where it was.
+    state = keras_safe_ckpt.PreemptionAwareCallback(os.path.join(arguments.directory, "state"))
+    model.fit(data, epochs=arguments.epochs, verbose=2, callbacks=[best, state])
 
 
 if __name__ == "__main__":
