@@ -5,10 +5,10 @@
     python benchmarks/preemption.py --markdown         # the table of the README
 
 A real SIGTERM comes in the middle of a batch of a real `fit`; the time is taken from the end of
-that batch to the moment at which the checkpoint is durable and the callback would exit. "Raw write" is
-the same bytes, written and synced with nothing else, beside the file before. All loads are of files
-that were read before. What is compared is measured in turn, in one process; times and ratios are
-the best of ``--rounds`` rounds, with the ratio of the medians beside them, and every round is
+that batch to the moment at which the checkpoint is durable and the callback would exit. "Raw write"
+is the same bytes, written and synced with nothing else, beside the file before. All loads are of
+files that were read before. What is compared is measured in turn, in one process; times and ratios
+are the best of ``--rounds`` rounds, with the ratio of the medians beside them, and every round is
 printed to standard error. Ends with 1 if a goal is missed.
 """
 

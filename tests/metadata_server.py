@@ -7,7 +7,6 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -285,9 +284,9 @@ class Desk:
         return sorted(notice.source for notice in self.told)
 
 
-def watching_threads() -> Iterator[threading.Thread]:
-    return (
+def watching_threads() -> set[threading.Thread]:
+    return {
         thread
         for thread in threading.enumerate()
         if thread.name.startswith("keras_safe_ckpt-notice")
-    )
+    }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
 import json
 import os
 import signal
@@ -543,6 +545,236 @@ def test_a_fit_within_a_fit_has_a_run_of_its_own():
     assert events("finished")
 
 
+def test_two_of_them_in_one_list_are_refused():
+    with pytest.raises(ValueError, match="Expected one PreemptionAwareCallback"):
+        build().fit(epochs=1, callbacks=[callback(), callback(directory="b")], **DATA)
+
+
+def test_a_deep_copy_trains_by_itself():
+    mine = callback(lambda: False)
+    build().fit(epochs=1, callbacks=[mine], **DATA)
+    other = copy.deepcopy(mine)
+    history = build().fit(epochs=2, callbacks=[other], **DATA)
+    assert history.epoch == [0, 1]
+
+
+def test_a_read_only_file_system_is_refused(small_disk):
+    disk = small_disk("size=1m,ro")
+    with pytest.raises(CheckpointWriteError, match=r"[Rr]ead-only"):
+        build().fit(epochs=1, callbacks=[callback(directory=str(disk / "state"))], **DATA)
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        {"position": 3},
+        {"position": {"epoch": -1}},
+        {"position": {"<array>": "missing"}},
+        {"history": None},
+        {"history": {"history": [1], "epoch": 2}},
+        {"callbacks": 7},
+        {"callbacks": {"At-0": {"<tuple>": 5}}},
+        {"history": {"history": [["loss", {"<array>": "no"}]], "epoch": []}},
+        {"random": [1, 2]},
+    ],
+)
+def test_a_hostile_checkpoint_is_an_error_of_the_tree(nonsense):
+    interrupted_at("batch", 1, 2)
+    store = CheckpointStore("state")
+    model = build()
+    _, manifest = store.load(model)
+    found = {**manifest.extra["training"], **nonsense}
+    store.publish(
+        model,
+        step=99,
+        name="run-0000000099.weights.h5",
+        series="run-*.weights.h5",
+        extra={"training": found},
+        extra_arrays=store.extra_arrays(run_files()[-1]),
+    )
+    before = weights(model)
+    with pytest.raises(CorruptCheckpointError, match="cannot be understood"):
+        model.fit(epochs=3, callbacks=[callback()], **DATA)
+    assert weights(model) == before
+
+
+def test_an_evaluation_by_a_callback_in_mid_epoch_is_no_validation(undisturbed):
+    """What is saved must not say that the epoch has been trained."""
+    bell = Bell()
+    mine = callback(bell)
+
+    class Evaluating(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            ring = At("test", 0, 1, bell.ring if batch == 2 else lambda: None)
+            saved = self.model.metrics_variables
+            values = [variable.numpy() for variable in saved]
+            self.model.evaluate(X, Y, batch_size=2, verbose=0, callbacks=[ring, mine])
+            for variable, value in zip(saved, values, strict=True):
+                variable.assign(value)
+
+    build().fit(epochs=3, callbacks=[Evaluating(), mine], **DATA)
+    assert mine.preempted is not None
+    model = build()
+    history = model.fit(epochs=3, callbacks=[callback()], **DATA)
+    assert (weights(model), history.history) == undisturbed
+
+
+def test_fewer_epochs_than_were_trained_are_refused_and_more_go_on(undisturbed):
+    interrupted_at("batch", 2, 2)
+    before = run_files()
+    with pytest.raises(IncompatibleCheckpointError, match=r"taken at epoch 3, batch 3.* 2 in all"):
+        build().fit(epochs=2, callbacks=[callback()], **DATA)
+    assert run_files() == before
+    # A run that had come to its end, and is to train more now.
+    bell = Bell()
+    at = At("train", 1, 0, bell.ring)
+    build().fit(epochs=2, callbacks=[callback(bell, directory="b"), at], **DATA)
+    model = build()
+    rest = At("batch", 9, 0, None)
+    history = model.fit(epochs=3, callbacks=[callback(directory="b"), rest], **DATA)
+    assert (weights(model), history.history) == undisturbed
+
+
+def test_a_learning_rate_that_is_set_when_an_epoch_begins_is_set_once():
+    def fit(*callbacks: Any) -> Any:
+        halving = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5)
+        model = build()
+        history = model.fit(epochs=3, callbacks=[*callbacks, halving], **DATA)
+        return weights(model), history.history
+
+    wanted = fit()
+    bell = Bell()
+    fit(callback(bell), At("batch", 1, 2, bell.ring))
+    assert fit(callback(), At("batch", 9, 0, None)) == wanted
+
+
+@pytest.mark.parametrize(("hook", "batch"), [("batch", 2), ("epoch", 1), ("train", 0)])
+def test_a_run_that_somebody_has_stopped_stays_stopped(hook, batch):
+    class Stopping(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if hook == "batch" and batch == 2 and self.model.optimizer.iterations.numpy() > 5:
+                self.model.stop_training = True
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 1:
+                self.model.stop_training = True
+
+    def fit(*callbacks: Any) -> Any:
+        model = build()
+        history = model.fit(epochs=4, callbacks=[Stopping(), *callbacks], **DATA)
+        return weights(model), history.history, history.epoch
+
+    wanted = fit()
+    bell = Bell()
+    mine = callback(bell)
+    fit(mine, At(hook, 1, batch, bell.ring))
+    assert mine.preempted is not None
+    assert fit(callback(), At("batch", 9, 0, None)) == wanted
+
+
+def test_the_state_of_a_recurrent_layer_is_kept():
+    def fit(*callbacks: Any) -> Any:
+        keras.utils.set_random_seed(3)
+        layers = keras.layers
+        model = keras.Sequential(
+            [keras.Input((2, 2), batch_size=2), layers.GRU(3, stateful=True), layers.Dense(1)]
+        )
+        model.compile("sgd", "mse")
+        data = {**DATA, "x": X.reshape(10, 2, 2)}
+        model.fit(epochs=3, callbacks=list(callbacks), **data)
+        return weights(model)
+
+    wanted = fit()
+    bell = Bell()
+    fit(callback(bell), At("batch", 1, 2, bell.ring))
+    assert fit(callback(), At("batch", 9, 0, None)) == wanted
+
+
+def test_logs_that_no_file_can_hold_are_left_out_and_said():
+    class Odd(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, inputs: Any) -> Any:
+            return self.dense(inputs)
+
+        def train_step(self, data: Any) -> dict[str, Any]:
+            return {**super().train_step(data), "text": tf.constant("x")}
+
+    model = Odd()
+    model.compile("sgd", "mse", run_eagerly=True)
+    with pytest.warns(UserWarning, match="'text' in the logs is not kept"):
+        model.fit(epochs=1, callbacks=[callback()], **DATA)
+
+
+def test_a_model_whose_own_optimizers_are_not_built_is_named():
+    model = build()
+    model.other = keras.optimizers.SGD()
+    with pytest.warns(UserWarning, match="optimizers that are not built yet: other"):
+        model.fit(epochs=1, callbacks=[callback()], **DATA)
+
+
+def test_what_cannot_be_captured_is_known_after_the_first_batch():
+    class Late(Kept):
+        def get_state(self) -> Any:
+            return object()
+
+    log: list[Any] = []
+    with pytest.raises(TypeError, match="The state of Late-0"):
+        build().fit(epochs=2, callbacks=[Told(log), callback(), Late()], **DATA)
+    assert log == [0]
+
+
+def test_a_state_that_fails_at_a_notice_leaves_the_last_backup():
+    class Shy(Kept):
+        def get_state(self) -> Any:
+            if self.count > 6:
+                raise OSError("no state now")
+            return super().get_state()
+
+    bell = Bell()
+    mine = callback(bell)
+    build().fit(epochs=3, callbacks=[mine, Shy(), At("batch", 1, 2, bell.ring)], **DATA)
+    assert mine.preempted is not None
+    assert "not saved: no state now" in events("preempted")[0]["outcome"]
+    assert run_files() == ["run-0000000005.weights.h5"]
+
+
+def test_a_callback_made_from_one_of_keras_is_named_for_what_it_adds():
+    class Mine(keras.callbacks.EarlyStopping):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            super().on_epoch_end(epoch, logs)
+            self.mine = epoch
+
+    stopping = Mine("loss", patience=9)
+    stopping.mine = -1
+    with pytest.warns(UserWarning, match=r"Mine-0 \(mine\)"):
+        build().fit(epochs=2, callbacks=[callback(), stopping], **DATA)
+
+
+def test_a_callback_can_be_pickled():
+    pickle = importlib.import_module("pickle")
+    mine = callback("auto")
+    build().fit(epochs=1, callbacks=[mine], **DATA)
+    other = pickle.loads(pickle.dumps(mine))
+    assert build().fit(epochs=1, callbacks=[other], **DATA).epoch == [0]
+
+
+def test_shuffled_validation_data_is_said():
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(9, seed=1)
+    model = build()
+    with pytest.warns(UserWarning, match="The validation data is shuffled anew"):
+        model.fit(epochs=1, validation_data=data.batch(2), callbacks=[callback()], **DATA)
+    fixed = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(
+        9, seed=1, reshuffle_each_iteration=False
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.fit(epochs=1, validation_data=fixed.batch(2), callbacks=[callback()], **DATA)
+    assert not [w for w in caught if "validation data" in str(w.message)]
+
+
 def test_a_checkpoint_of_another_model_is_refused_and_the_model_left_alone():
     interrupted_at("batch", 1, 2)
     other = build(5)
@@ -777,8 +1009,10 @@ def test_a_prediction_in_a_callback_is_interrupted_as_well(undisturbed):
 
 
 def test_watchers_are_stopped_and_no_thread_is_left():
-    before = {thread.name for thread in threading.enumerate()}
+    before = set(threading.enumerate())
     bell = Bell()
+    build().fit(epochs=1, callbacks=[callback(bell)], **DATA)
+    bell.stopped = 0
     handler = signal.getsignal(signal.SIGTERM)
     mine = callback([bell, "SIGTERM", lambda: False])
     build().fit(epochs=1, callbacks=[mine], **DATA)
@@ -789,7 +1023,7 @@ def test_watchers_are_stopped_and_no_thread_is_left():
             not [
                 thread
                 for thread in threading.enumerate()
-                if thread.name.startswith("keras_safe_ckpt") and thread.name not in before
+                if thread.name.startswith("keras_safe_ckpt") and thread not in before
             ]
         ),
         "no thread is left",

@@ -72,10 +72,14 @@ def test_workers_stop_after_the_same_batch_and_go_on_there(tmp_path, undisturbed
 
 
 def test_after_kill_9_the_workers_go_on_from_a_backup(tmp_path, undisturbed):
-    done = launch(tmp_path, "1:19k", save_freq=3)
+    done = launch(tmp_path, "1:19k", save_freq=3, save_every_seconds=0.05)
     assert done.returncode == 0, done.stdout
     assert "1 restart" in done.stdout
     assert facts(tmp_path) == undisturbed
+    # One kind of backup does not keep the other from being made.
+    kinds = [event["reason"] for event in events(tmp_path, "backup")]
+    assert "0.05 s have passed" in kinds
+    assert "backup" in kinds[kinds.index("0.05 s have passed") :]
 
 
 @pytest.mark.parametrize("worker", [0, 1])

@@ -173,6 +173,91 @@ def events(folder: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
+def test_a_signal_at_the_very_end_of_training_is_not_swallowed(tmp_path):
+    """It comes when there are no more batches, and all that was due was looked at."""
+    code = """
+from keras_safe_ckpt.callbacks.preemption_run import PreemptionRun
+finish = PreemptionRun._finish
+def late(self):
+    note("batch 1")
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.05)
+    finish(self)
+PreemptionRun._finish = late
+train(lambda: None, save_freq=None)
+note("swallowed")
+"""
+    process = start(tmp_path, code.replace("train(", "epochs = 50\ntrain("))
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGTERM, err
+    assert "swallowed" not in notes(tmp_path)
+
+
+def test_a_slow_event_log_does_not_lose_a_notice(tmp_path):
+    code = """
+from keras_safe_ckpt.storage.events import EventLog
+append = EventLog._append
+def slow(self, line):
+    time.sleep(0.3 if b'"notice"' in line else 0)
+    append(self, line)
+EventLog._append = slow
+def at_the_last_batch():
+    if open(f"{FOLDER}/notes.txt").read().count("batch") == 200:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.05)
+train(at_the_last_batch)
+note("swallowed")
+"""
+    process = start(tmp_path, code)
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == 42, err
+    assert files(tmp_path)
+
+
+def test_a_forked_child_ends_by_a_signal_as_it_always_did(tmp_path):
+    code = """
+import multiprocessing
+made = []
+def wait():
+    time.sleep(0.05)
+    for _ in range(0 if made else 20):  # At any moment of its beginning.
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+        child.start()
+        child.terminate()
+        child.join(10)
+        made.append(child.exitcode)
+        if len(made) == 20 or made[-1] is None:
+            note(f"children {sorted(set(made), key=str)}")
+            break
+train(wait)
+"""
+    process = start(tmp_path, code)
+    wait_until(lambda: "children" in notes(tmp_path), "the children have ended")
+    assert "children [-15]" in notes(tmp_path)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 42
+
+
+def test_a_failed_evaluation_leaves_no_handler_that_is_in_the_way(tmp_path):
+    code = """
+class Fails(keras.callbacks.Callback):
+    def on_test_batch_end(self, batch, logs=None):
+        raise RuntimeError("by design")
+model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse", run_eagerly=True)
+try:
+    model.evaluate(X, X[:, :1], callbacks=[PreemptionAwareCallback(f"{FOLDER}/state"), Fails()])
+except RuntimeError:
+    note("batch 1")
+time.sleep(600)
+"""
+    process = start(tmp_path, code)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=15)
+    assert process.returncode == -signal.SIGTERM
+
+
 @pytest.mark.parametrize("exit", ["lambda: sys.exit(5)", "None"])
 def test_off_the_main_thread_the_process_ends_all_the_same(tmp_path, exit):
     code = f"""

@@ -193,6 +193,7 @@ def test_a_position_says_where_it_is():
     assert str(Position()) == "the beginning of epoch 1"
     assert str(Position(2, 3, 6)) == "epoch 3, batch 6"
     assert str(Position(ended=True)) == "the end of training"
+    assert Position(stopping=True).after_epoch(0).ended
     after = Position(2, 3, 6, finished=(5, 5)).after_epoch(2)
     assert after == Position(3, finished=(5, 5, 3))
     assert Position(1, 2).same_place(Position(1, 2, logs={"a": 1}))

@@ -13,6 +13,7 @@ from keras_safe_ckpt.cluster.membership import Membership
 from keras_safe_ckpt.cluster.roles import role_of
 from keras_safe_ckpt.preemption.notices import Notice
 from keras_safe_ckpt.preemption.pace import Pace
+from keras_safe_ckpt.training.keras_fit import find_fit, is_running
 
 
 class EvaluationWatch:
@@ -25,13 +26,14 @@ class EvaluationWatch:
         self._settings = settings
         self._leave = leave
         self._lookout: Lookout | None = None
+        around = find_fit()
         if cohort is not None:
             self._lookout = Lookout(
                 settings.choice,
                 cohort,
                 Pace(),
                 grace_seconds=settings.grace_period,
-                is_wanted=lambda frame: True,
+                is_wanted=lambda frame: is_running(around, frame),
                 on_notice=self._on_notice,
                 name="evaluation",
             )
@@ -40,6 +42,8 @@ class EvaluationWatch:
     def batch_ends(self) -> None:
         request = None if self._lookout is None else stops(self._lookout.after_step())
         if request is not None:
+            assert self._lookout is not None
+            self._lookout.answered()
             self.close()
             self._leave(request.reason)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Callable
 
 from keras_safe_ckpt.callbacks.preemption_settings import Settings
 from keras_safe_ckpt.callbacks.run_saver import RunSaver
@@ -35,15 +36,18 @@ class LastSave:
         self._saver = saver
         self._pace = pace
 
-    def together(self, captured: Captured, reason: str, seconds_left: float | None) -> str:
+    def together(
+        self, capture: Callable[[], Captured], reason: str, seconds_left: float | None
+    ) -> str:
         """All workers do this for the same position, and leave after all are done."""
         try:
+            captured = capture()
             outcome = self._save(captured, reason, seconds_left)
             self._meet()
         except AgreementError as gone:
             if self._role.chief or not self._settings.writes or self._saver.is_committed():
                 return f"saved, but the workers could not meet any more: {gone.reason}"
-            return self.alone(captured, gone)
+            return self.alone(capture(), gone)
         except Exception as error:  # noqa: BLE001  # said and recorded; see above
             _log.error("The last checkpoint could not be written: %s", error)
             with contextlib.suppress(AgreementError):

@@ -58,7 +58,7 @@ class Lookout:
 
     def after_step(self) -> tuple[Request, ...]:
         """What is due now; `AgreementError` if a worker does not answer."""
-        if self._signals.news:
+        if self._signals.unreported:
             self._signals.report()
         return self._agreement.after_step()
 
@@ -70,6 +70,11 @@ class Lookout:
     def ask_for_save(self, reason: str) -> None:
         """Of all workers, after the same step."""
         self._ask(SAVE, reason)
+
+    def answered(self) -> None:
+        """Training stops: no signal is left without an effect."""
+        self.desk.close()
+        self._signals.answered()
 
     def close(self) -> None:
         """Stop watching; signals have the effect again that they had before."""

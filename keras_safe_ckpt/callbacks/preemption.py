@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import sys
@@ -121,7 +122,13 @@ class PreemptionAwareCallback(_Callback):  # type: ignore[misc]
             self.open_run()
         assert self._run is not None
         self._opened = False
-        self._run.begin()
+        try:
+            self._run.begin()
+        except BaseException:
+            run, self._run = self._run, None
+            _forget(run)
+            run.close()
+            raise
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         if self._run is not None:
@@ -152,6 +159,8 @@ class PreemptionAwareCallback(_Callback):  # type: ignore[misc]
     def on_test_begin(self, logs: Any = None) -> None:
         if self._run is None:
             self.preempted = None
+            if self._watch is not None:  # Of an evaluation that has failed.
+                self._watch.close()
             self._watch = EvaluationWatch(self.model, self._settings, self._leave)
 
     def on_test_end(self, logs: Any = None) -> None:
@@ -204,15 +213,30 @@ class PreemptionAwareCallback(_Callback):  # type: ignore[misc]
         if self._run is not None:
             self._run.epoch_comes()
 
-    def validation_begins(self) -> None:
-        """Before the other callbacks hear of it."""
+    def validation_begins(self, callback_list: Any) -> None:
+        """Before the other callbacks of this list hear of it."""
         if self._run is not None:
-            self._run.validation_begins()
+            self._run.validation_begins(callback_list)
 
     def training_ends(self) -> None:
         """Before the other callbacks hear of it."""
         if self._run is not None:
             self._run.training_ends()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            **vars(self),
+            "_model": None,
+            "_run": None,
+            "_watch": None,
+            "_hidden": None,
+            "_opened": False,
+            "preempted": None,
+        }
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PreemptionAwareCallback:
+        # A copy (as tuners make) trains another model: it has the same settings, and no run.
+        return copy.copy(self)
 
     # Leaving.
 
@@ -255,8 +279,14 @@ class PreemptionAwareCallback(_Callback):  # type: ignore[misc]
         callback_list = find_fit().callback_list
         if callback_list is None or self not in callback_list.callbacks:
             return
+        others = [one for one in callback_list.callbacks if isinstance(one, type(self))]
+        if len(others) > 1:
+            raise ValueError(
+                "Expected one PreemptionAwareCallback in the list of callbacks. "
+                f"Received: {len(others)}"
+            )
         others = [one for one in callback_list.callbacks if not _is_placed(one, self)]
-        herald = _Herald(self)
+        herald = _Herald(self, callback_list)
         herald.set_model(self.model)
         callback_list.callbacks = [herald, *others, self]
 
@@ -271,9 +301,10 @@ class _Herald(_Callback):  # type: ignore[misc]
 
     belongs_to_preemption = True
 
-    def __init__(self, owner: PreemptionAwareCallback) -> None:
+    def __init__(self, owner: PreemptionAwareCallback, callback_list: Any) -> None:
         super().__init__()
         self.owner = owner
+        self._list = callback_list
 
     def on_train_begin(self, logs: Any = None) -> None:
         self.owner.open_run()
@@ -282,7 +313,7 @@ class _Herald(_Callback):  # type: ignore[misc]
         self.owner.epoch_comes()
 
     def on_test_begin(self, logs: Any = None) -> None:
-        self.owner.validation_begins()
+        self.owner.validation_begins(self._list)
 
     def on_train_end(self, logs: Any = None) -> None:
         self.owner.training_ends()

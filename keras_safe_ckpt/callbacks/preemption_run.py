@@ -33,6 +33,7 @@ from keras_safe_ckpt.training.keras_fit import FitAround, find_fit, is_running
 from keras_safe_ckpt.training.position import Position
 from keras_safe_ckpt.training.random_states import global_seed_is_set
 from keras_safe_ckpt.training.run_state import Captured, RunState
+from keras_safe_ckpt.training.state import unbuilt_optimizers
 
 _log = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ class PreemptionRun:
         self._held: Captured | None = None
         self._in_validation = False
         self._put_off: tuple[Request, ...] = ()
+        self._is_tried_out = False
 
     # Beginning: `open` before the other callbacks hear of it, `begin` after.
 
@@ -105,7 +107,8 @@ class PreemptionRun:
             if not getattr(other, "belongs_to_preemption", False)
         ]
         facts = self._facts(place.life)
-        self._state = RunState(self._model, others, self._model.history, facts)
+        self._history = getattr(self._model, "history", None) or import_keras().callbacks.History()
+        self._state = RunState(self._model, others, self._history, facts)
         self._saver = RunSaver(self._backups, self._role, self._cohort, self._pace, place.life)
         self._last_save = LastSave(settings, self._role, self._cohort, self._saver, self._pace)
         self._resuming = Resuming(
@@ -125,7 +128,7 @@ class PreemptionRun:
     def begin(self) -> None:
         """The others are ready: put everything where it was, and watch from now on."""
         with self._membership.others_told():
-            at = self._position = self._resuming.begin(self._model.history, self._callback)
+            at = self._position = self._resuming.begin(self._history, self._callback)
             self._executions, self._batch, self._logs = at.executions, at.batch, at.logs
             self._cadence = self._backup_cadence(at)
             seconds = self._settings.save_every_seconds if self._settings.writes else None
@@ -178,22 +181,28 @@ class PreemptionRun:
         self._batch, self._logs = batch + 1, logs
         if self._last_end is not None:
             self._pace.batch_took(time.perf_counter() - self._last_end)
-        if self._lookout.expects:
-            # Whatever happens to the others until all have agreed: this can be saved.
-            self._held = self._capture()
+        # Whatever happens to the others until all have agreed: this can be saved.
+        self._held = self._capture() if self._lookout.expects else None
+        self._try_out_capture()
         due = self._after_step()
         if due and self._act(due):
             return
         if self._clock is not None and self._leads and self._clock.after_batch(batch):
-            self._ask_for_save()
+            self._lookout.ask_for_save(f"{self._settings.save_every_seconds:g} s have passed")
+            due = () if self._role.trains_together else self._after_step()
+            if due and self._act(due):
+                return
         if self._cadence is not None and self._cadence.after_batch(batch):
             self._back_up()
         self._saver.poll()
         self._last_end = time.perf_counter()
 
-    def validation_begins(self) -> None:
-        """Before anybody prepares for it: this is what an interrupted validation goes back to."""
-        if not self._in_validation and not self._is_over:
+    def validation_begins(self, callback_list: Any) -> None:
+        """Before anybody prepares for it: this is what an interrupted validation goes back to.
+
+        Not of an evaluation that a callback makes by itself, which may come in mid-epoch.
+        """
+        if callback_list is self._fit.callback_list and not self._is_over:
             self._in_validation = True
             self._resuming.batches_end()
             self._held = self._capture(replace(self._now(), trained=True))
@@ -229,7 +238,8 @@ class PreemptionRun:
         """Before the others change something: what a run that is to end once more goes back to."""
         if not self._is_over:
             at = self._position
-            self._position = Position(at.epoch, finished=at.finished, ended=True)
+            stopping = bool(self._model.stop_training)
+            self._position = Position(at.epoch, finished=at.finished, stopping=stopping, ended=True)
             self._executions, self._batch, self._logs = 0, 0, {}
             self._held = self._capture()
 
@@ -255,9 +265,7 @@ class PreemptionRun:
 
     def is_running(self) -> bool:
         """Whether its `fit` is going on, on this thread or another one."""
-        if self._thread is not threading.current_thread():
-            return self._thread.is_alive()
-        return is_running(self._fit, sys._getframe())
+        return is_running(self._fit, sys._current_frames().get(self._thread.ident or 0))
 
     def close(self) -> None:
         """Whatever happens next is not this run's business."""
@@ -270,6 +278,8 @@ class PreemptionRun:
         try:
             return self._lookout.after_step()
         except AgreementError as gone:
+            if not self._in_validation:
+                self._held = self._held or self._capture()
             self._stop_alone(gone)
             raise
 
@@ -287,13 +297,8 @@ class PreemptionRun:
         """Nothing is new before the place is reached: the checkpoint it came from still stands."""
         request = stops(self._after_step())
         if request is not None:
-            self._lookout.desk.close()
+            self._lookout.answered()
             self._end(request, self._resuming.position, "nothing new to save", 0.0)
-
-    def _ask_for_save(self) -> None:
-        self._lookout.ask_for_save(f"{self._settings.save_every_seconds:g} s have passed")
-        if not self._role.trains_together:
-            self._act(self._lookout.after_step())
 
     def _back_up(self, reason: str = "backup") -> None:
         if not self._settings.writes:
@@ -321,15 +326,15 @@ class PreemptionRun:
     # Stopping.
 
     def _stop(self, request: Request) -> None:
-        self._lookout.desk.close()
+        self._lookout.answered()
         began = time.perf_counter()
-        captured = self._held or self._capture()
-        at = captured.position
+        held = self._held
+        at = self._now() if held is None else held.position
         self._record("agreement", at, reason=request.reason, task=request.task)
         self._say(f"Stopping after {at} ({request.reason}, {request.task})")
         notice = self._lookout.desk.pressing
         left = None if notice is None else notice.seconds_left()
-        outcome = self._last_save.together(captured, request.reason, left)
+        outcome = self._last_save.together(lambda: held or self._capture(at), request.reason, left)
         self._end(request, at, outcome, time.perf_counter() - began)
 
     def _stop_alone(self, gone: AgreementError) -> None:
@@ -337,6 +342,7 @@ class PreemptionRun:
         held = self._held
         if held is None or not self._settings.writes:
             return
+        self._lookout.answered()
         began = time.perf_counter()
         self._say(f"Stopping after {held.position}: {gone.reason}")
         outcome = self._last_save.alone(held, gone)
@@ -351,6 +357,13 @@ class PreemptionRun:
         # All go, each by itself: that is not a failure to tell the others of.
         self._cohort.close()
         self._leave(request.reason)
+
+    def _try_out_capture(self) -> None:
+        """Once, after the first batch: what cannot be captured is to be known now, not in hours."""
+        if self._is_tried_out or not self._settings.writes:
+            return
+        self._is_tried_out = True
+        self._capture()
 
     def _guard_steps(self) -> None:
         """A step may fail since a worker died while all were agreeing: then save what is held."""
@@ -383,6 +396,7 @@ class PreemptionRun:
             batch=self._batch,
             logs=dict(self._logs),
             trained=False,
+            stopping=bool(self._model.stop_training),
         )
 
     def _capture(self, position: Position | None = None) -> Captured:
@@ -418,8 +432,19 @@ class PreemptionRun:
         )
         if self._fit.epochs is not None:
             reason = self._fit.epochs.order_is_drawn_anew(global_seed_is_set())
+            validation = self._fit.epochs.validation_is_drawn_anew()
+            if validation is not None:
+                warnings.warn(validation, stacklevel=2)
         if reason is not None:
             warnings.warn(reason, stacklevel=2)
+        unbuilt = unbuilt_optimizers(self._model)
+        if unbuilt and self._settings.writes:
+            warnings.warn(
+                f"The model has optimizers that are not built yet: {', '.join(unbuilt)}. "
+                "A restarted run could not load their state. Call "
+                "optimizer.build(variables) on each before fit.",
+                stacklevel=2,
+            )
 
     def _on_notice(self, notice: Notice) -> None:
         left = notice.seconds_left()

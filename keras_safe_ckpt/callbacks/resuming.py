@@ -99,9 +99,7 @@ class Resuming:
         restoring = self._restoring
         if restoring is None:
             return self.position
-        if self._loaded is None or not is_current(self._loaded):
-            restoring.load_model()  # A callback has changed the model when training began.
-        self._loaded = None
+        self._undo_changes()  # Of a callback, when training began.
         self._history = history
         restoring.restore_callbacks(history)
         position = self.position
@@ -112,6 +110,7 @@ class Resuming:
         if self._fit.epochs is not None:
             self._fit.epochs.replay(position.finished, self._tick)
         if not position.executions:
+            self._loaded = None
             restoring.restore_random()
             self._arrived(0)
         return position
@@ -193,6 +192,18 @@ class Resuming:
     def _fitting(self, position: Position, backup: Backup) -> Position:
         """Say what is different from before, and what follows."""
         before, now = backup.document, self._facts
+        epochs = now["epochs"]
+        if epochs is not None and position.epoch + bool(position.executions) > epochs:
+            raise IncompatibleCheckpointError(
+                backup.path,
+                [
+                    f"epochs: it was taken at {position}, and fit is to train {epochs} in all; use "
+                    "more epochs, or another directory"
+                ],
+            )
+        if position.ended and not position.stopping and epochs is not None:
+            # It had trained all the epochs it was to; now there may be more.
+            position = replace(position, ended=position.epoch >= epochs)
         changed = [
             f"{name.replace('_', ' ')} was {before.get(name)} and is {now[name]}"
             for name in ("steps", "batch_size", "steps_per_execution", "workers", "replicas")
@@ -200,9 +211,7 @@ class Resuming:
             and not (name in ("steps", "batch_size") and None in (before.get(name), now[name]))
         ]
         if before.get("steps_per_execution") != now["steps_per_execution"]:
-            position = _converted(
-                position, int(before["steps_per_execution"]), int(now["steps_per_execution"])
-            )
+            position = _converted(position, _steps(before), _steps(now))
         if now["steps"] is not None:
             # Where the epoch has become shorter than what was done of it, it ends.
             most = math.ceil(now["steps"] / now["steps_per_execution"])
@@ -248,7 +257,11 @@ class Resuming:
     def _arrive(self, batch: Any) -> None:
         restoring = self._restoring
         assert restoring is not None
-        build_for(self._model, batch)  # The metrics; what is built stays as it is.
+        # A callback may have set the learning rate again when the epoch began; and the metrics are
+        # built now, while what is built stays as it is.
+        self._undo_changes()
+        self._loaded = None
+        build_for(self._model, batch)
         differences = restoring.restore_metrics()
         if differences:
             shown = "; ".join(differences[:3])
@@ -260,7 +273,14 @@ class Resuming:
         # Again: they have heard meanwhile that the epoch begins, as if it were a new one.
         restoring.restore_callbacks(self._history)
         restoring.restore_random()
+        self._model.stop_training = self.position.stopping
         self._arrived(self.position.executions if self._forward is None else self._forward.dropped)
+
+    def _undo_changes(self) -> None:
+        assert self._restoring is not None
+        if self._loaded is None or not is_current(self._loaded):
+            self._restoring.load_model()
+            self._loaded = capture(self._model)
 
     def _cut_short(self, executions: int) -> None:
         warnings.warn(
@@ -316,6 +336,10 @@ class Resuming:
         if self._initial_epoch is not None:
             begin_at_epoch(self._model, self._initial_epoch[0])
             self._initial_epoch = None
+
+
+def _steps(facts: Mapping[str, Any]) -> int:
+    return max(1, int(facts.get("steps_per_execution") or 1))
 
 
 def _converted(position: Position, before: int, now: int) -> Position:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import socket
 import time
 import uuid
 from pathlib import Path
@@ -69,7 +69,7 @@ class RunDirectory:
                 raise ValueError(
                     "Expected a directory that all workers share: this one does not see what the "
                     f"chief has written there. Received: directory={str(marker.parent)!r} on "
-                    f"{os.uname().nodename}"
+                    f"{socket.gethostname()}"
                 )
             time.sleep(0.05)
         return life

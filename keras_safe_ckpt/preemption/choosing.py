@@ -33,7 +33,8 @@ class Choice:
     exit_fn: Callable[[], object] | None = None
     save_fn: Callable[[], object] | None = None
     grace_period: float | None = None
-    environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    #: Of the job of SLURM that this is part of, if it is.
+    job: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def exit_code(self) -> int:
@@ -45,7 +46,7 @@ class Choice:
 
     def seconds_after(self, number: signal.Signals) -> float:
         """How long the machine has after this signal."""
-        known = slurm_deadline(self.environment, number)
+        known = slurm_deadline(self.job, number)
         return DEFAULT_GRACE_SECONDS if known is None else known
 
     def __str__(self) -> str:
@@ -55,37 +56,39 @@ class Choice:
 
 def choose(notices: Any, environment: Mapping[str, str] | None = None) -> Choice:
     """Raises ValueError for what is not understood."""
-    choice = Choice(environment=os.environ if environment is None else environment)
+    environment = os.environ if environment is None else environment
+    job = {name: value for name, value in environment.items() if name.startswith("SLURM_")}
+    choice = Choice(job=job)
     if notices is not None:
-        _add(choice, notices)
+        _add(choice, notices, environment)
     return choice
 
 
-def _add(choice: Choice, item: Any) -> None:
+def _add(choice: Choice, item: Any, environment: Mapping[str, str]) -> None:
     if isinstance(item, str):
-        _add_name(choice, item)
+        _add_name(choice, item, environment)
     elif isinstance(item, int) and not isinstance(item, bool):
         _add_signal(choice, item)
     elif _is_termination_config(item):
-        _add_termination_config(choice, item)
+        _add_termination_config(choice, item, environment)
     elif callable(getattr(item, "start", None)) and callable(getattr(item, "stop", None)):
         choice.watchers.append(item)
     elif callable(item):
         choice.watchers.append(Poller(getattr(item, "__name__", "function"), _asking(item)))
     elif isinstance(item, Iterable) and not isinstance(item, (bytes, Mapping)):
         for part in item:
-            _add(choice, part)
+            _add(choice, part, environment)
     else:
         raise ValueError(f"{_EXPECTED}. Received: notices={item!r}")
 
 
-def _add_name(choice: Choice, name: str) -> None:
+def _add_name(choice: Choice, name: str, environment: Mapping[str, str]) -> None:
     if name == "auto":
         _add_signal(choice, signal.SIGTERM)
-        for platform in find_platforms(environment=choice.environment):
-            _add_name(choice, platform)
+        for platform in find_platforms(environment=environment):
+            _add_name(choice, platform, environment)
     elif name == "slurm":
-        for number in slurm_signals({"SLURM_JOB_ID": "asked for", **choice.environment}):
+        for number in slurm_signals({"SLURM_JOB_ID": "asked for", **environment}):
             _add_signal(choice, number)
     elif name in _CLOUDS:
         if name not in choice.clouds:
@@ -112,11 +115,11 @@ def _is_termination_config(item: Any) -> bool:
     return all(hasattr(item, name) for name in names)
 
 
-def _add_termination_config(choice: Choice, config: Any) -> None:
+def _add_termination_config(choice: Choice, config: Any, environment: Mapping[str, str]) -> None:
     if config.termination_watcher_fn is None:
-        _add_name(choice, "auto")
+        _add_name(choice, "auto", environment)
     else:
-        _add(choice, config.termination_watcher_fn)
+        _add(choice, config.termination_watcher_fn, environment)
     choice.exit_fn, choice.save_fn = config.exit_fn, config.save_fn
     choice.grace_period = config.grace_period
 

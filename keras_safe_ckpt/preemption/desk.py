@@ -61,11 +61,14 @@ class NoticeDesk:
                 return
             self._cancel(notice.source)
             self._notices[notice.source] = notice
+        self._decide(notice)
         try:
+            # Afterwards: a log on a slow disk, or a closed terminal, must not keep it from anybody.
             self._on_notice(notice)
-        except Exception:  # noqa: BLE001  # see below
-            # A closed terminal must not keep the notice from those who train.
+        except Exception:  # noqa: BLE001  # as above
             _log.exception("The notice could not be shown: %s", notice)
+
+    def _decide(self, notice: Notice) -> None:
         left = notice.seconds_left()
         if notice.advisory:
             self._request(SAVE, notice)

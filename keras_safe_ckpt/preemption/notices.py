@@ -72,19 +72,21 @@ class Poller:
         self.name = name
         self._ask = ask
         self._interval = interval_seconds
-        self._stopped = threading.Event()
+        self._stopped: threading.Event | None = None  # Made anew at each start.
 
     def start(self, desk: Desk) -> None:
-        self._stopped = threading.Event()
+        stopped = self._stopped = threading.Event()
         threading.Thread(
             target=self._watch,
-            args=(desk, self._stopped),
+            args=(desk, stopped),
             name=f"keras_safe_ckpt-notice-{self.name}",
             daemon=True,
         ).start()
 
     def stop(self) -> None:
-        self._stopped.set()
+        if self._stopped is not None:
+            self._stopped.set()
+            self._stopped = None
 
     def _watch(self, desk: Desk, stopped: threading.Event) -> None:
         known: Notice | None = None

@@ -27,6 +27,36 @@ _ECHO_SECONDS = 0.5
 
 _said_off_main_thread = False
 
+#: Those that watch now, of this process.
+_watching: list[SignalWatcher] = []
+_masks = threading.local()
+
+
+def _before_fork() -> None:
+    # Python forgets what a child receives before it runs: kept back until the child is ready.
+    numbers = [number for watcher in _watching for number in watcher.signals]
+    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers) if numbers else None
+
+
+def _after_fork_in_parent() -> None:
+    if _masks.before is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
+
+
+def _after_fork_in_child() -> None:
+    for watcher in reversed(_watching):
+        watcher.give_back()
+    _watching.clear()
+    _after_fork_in_parent()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_before_fork,
+        after_in_parent=_after_fork_in_parent,
+        after_in_child=_after_fork_in_child,
+    )
+
 
 class SignalWatcher:
     """Takes the given signals for notices, while it watches.
@@ -54,33 +84,56 @@ class SignalWatcher:
         self._received: int | None = None
         self._since = 0.0
         self._desk: Desk | None = None
-        #: What came and was not reported yet.
-        self.news: deque[tuple[int, float]] = deque()
+        self._news: deque[tuple[int, float]] = deque()
+        #: What came, and whoever acts on it has not heard of to the end.
+        self.unreported = 0
+        self._reporting = threading.RLock()
+        self._is_answered = False
         # Its put may be called in a signal handler, whatever the thread below it is doing.
         self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
     def start(self, desk: Desk) -> None:
         if threading.current_thread() is not threading.main_thread():
-            _say_off_main_thread(self.signals)
+            if self.signals:
+                _say_off_main_thread(self.signals)
+            return
+        if not self.signals:
             return
         self._received = None
+        self._is_answered = False
         self._desk = desk
         for number in self.signals:
             self._previous[number] = signal.signal(number, self._receive)
+        _watching.append(self)
         threading.Thread(
             target=self._report_on, name="keras_safe_ckpt-notice-signals", daemon=True
         ).start()
 
     def stop(self) -> None:
-        """Give the signals back, unless somebody has taken them over meanwhile."""
+        """Give the signals back, unless somebody has taken them over meanwhile.
+
+        One that came so late that nobody has acted on it has the effect now that it had before.
+        """
         if not self._previous:
             return
+        if self in _watching:
+            _watching.remove(self)
         if threading.current_thread() is threading.main_thread():
-            for number, previous in self._previous.items():
-                if signal.getsignal(number) == self._receive:
-                    signal.signal(number, previous if previous is not None else signal.SIG_DFL)
-            self._previous.clear()
+            self.give_back()
         self._wake.put(False)
+        if self._received is not None and not self._is_answered:
+            os.kill(os.getpid(), self._received)
+
+    def give_back(self) -> None:
+        """The handlers that were there before, on the main thread; a forked child has them, too."""
+        for number, previous in self._previous.items():
+            if signal.getsignal(number) == self._receive:
+                signal.signal(number, previous if previous is not None else signal.SIG_DFL)
+        self._previous.clear()
+
+    def answered(self) -> None:
+        """What came is being acted on."""
+        self._is_answered = True
 
     def fall_through(self) -> None:
         """The notice was not answered: let the signal do what it did before; from any thread."""
@@ -99,7 +152,8 @@ class SignalWatcher:
             self._have_the_former_effect(number, frame)
         elif self._received is None:
             self._received, self._since = number, now
-            self.news.append((number, now))
+            self.unreported += 1
+            self._news.append((number, now))
             self._wake.put(True)
             self._call_former_handler(number, frame)
         elif number != self._received or now - self._since > _ECHO_SECONDS:
@@ -133,16 +187,17 @@ class SignalWatcher:
         end_by_signal(number)
 
     def report(self) -> None:
-        """Report what came; the training thread need not wait until another one does it."""
-        while self.news and self._desk is not None:
-            try:
-                number, received = self.news.popleft()
-            except IndexError:
-                return  # The other thread was faster.
-            which = signal.Signals(number)
-            seconds = self._seconds(which)
-            deadline = None if seconds is None else received + seconds
-            self._desk.tell(Notice(which.name, "received", deadline, received=received))
+        """Report what came, or wait until the other thread, which began to, has done so."""
+        with self._reporting:
+            while self._news and self._desk is not None:
+                number, received = self._news.popleft()
+                which = signal.Signals(number)
+                seconds = self._seconds(which)
+                deadline = None if seconds is None else received + seconds
+                try:
+                    self._desk.tell(Notice(which.name, "received", deadline, received=received))
+                finally:
+                    self.unreported -= 1
 
     def _report_on(self) -> None:
         # Not in the handler, under which anything may be locked.

@@ -12,7 +12,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 from keras_safe_ckpt.storage.keras_internals import import_keras
-from keras_safe_ckpt.training.codec import UnknownValueError, decode, encode
+from keras_safe_ckpt.training.codec import UnknownValueError, encode
 
 #: What makes the callbacks of Keras go on where they were.
 _ATTRIBUTES = {
@@ -28,15 +28,6 @@ _ATTRIBUTES = {
     "SwapEMAWeights": ("_ema_weights_in_model",),
     "TensorBoard": ("_global_train_batch", "_global_test_batch"),
 }
-#: Those of Keras that have nothing to keep, or whose state is kept otherwise.
-_WITHOUT_STATE = (
-    "History",
-    "LambdaCallback",
-    "LearningRateScheduler",
-    "ProgbarLogger",
-    "RemoteMonitor",
-    "TerminateOnNaN",
-)
 _NOT_STATE = ("_model", "model", "params", "validation_data")
 
 
@@ -66,17 +57,17 @@ class CallbackStates:
                     ) from error
         return states
 
-    def prepare(self, states: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
+    def prepare(self, states: Mapping[str, Any]) -> None:
         """Before the others hear that training begins: what they would destroy then."""
         for key, callback in self._callbacks.items():
             if key in states and _is_keras(callback, "CSVLogger"):
-                _continue_file(callback, decode(states[key], arrays))
+                _continue_file(callback, states[key])
 
-    def restore(self, states: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
+    def restore(self, states: Mapping[str, Any]) -> None:
         """After they have heard that training begins, and have reset themselves."""
         for key, callback in self._callbacks.items():
             if key in states:
-                _give(callback, decode(states[key], arrays))
+                _give(callback, states[key])
         strangers = [key for key in states if key not in self._callbacks]
         if strangers:
             warnings.warn(
@@ -123,7 +114,7 @@ class CallbackStates:
             key: callback
             for key, callback in self._callbacks.items()
             if not has_state_methods(callback)
-            and not _is_keras(callback, *_ATTRIBUTES, *_WITHOUT_STATE, "CSVLogger")
+            and not type(callback).__module__.startswith("keras.")
         }
 
 
@@ -163,10 +154,13 @@ def _state_of(callback: Any) -> Any:
 def _give(callback: Any, state: Any) -> None:
     if has_state_methods(callback):
         callback.set_state(state)
-    elif not _is_keras(callback, "CSVLogger"):
-        for key, value in state.items():
-            if hasattr(callback, key):
-                setattr(callback, key, value)
+        return
+    for name, attributes in _ATTRIBUTES.items():
+        if _is_keras(callback, name):
+            for key in attributes:  # Those only: a file must not set anything else.
+                if isinstance(state, Mapping) and key in state and hasattr(callback, key):
+                    setattr(callback, key, state[key])
+            return
 
 
 def _file_state(logger: Any) -> dict[str, Any]:
@@ -178,20 +172,23 @@ def _file_state(logger: Any) -> dict[str, Any]:
     return {"size": os.path.getsize(logger.filename)}
 
 
-def _continue_file(logger: Any, state: Mapping[str, Any]) -> None:
+def _continue_file(logger: Any, state: Any) -> None:
     """Keep the lines up to the checkpoint, and only those, from being begun anew or doubled."""
     try:
         size = os.path.getsize(logger.filename)
     except OSError:
         size = 0
-    if size < state["size"]:
+    kept = state.get("size") if isinstance(state, Mapping) else None
+    if not isinstance(kept, int) or kept < 0:
+        return  # Not what we wrote.
+    if size < kept:
         warnings.warn(
-            f"{logger.filename} has {size} bytes, and had {state['size']} when the checkpoint was "
+            f"{logger.filename} has {size} bytes, and had {kept} when the checkpoint was "
             "taken: lines of earlier epochs are missing in it.",
             stacklevel=2,
         )
     elif size:
-        os.truncate(logger.filename, state["size"])
+        os.truncate(logger.filename, kept)
     begin, was = logger.on_train_begin, logger.append
 
     def continue_file(logs: Any = None) -> None:
@@ -206,7 +203,18 @@ def _continue_file(logger: Any, state: Mapping[str, Any]) -> None:
 
 
 def _fingerprint(callback: Any) -> dict[str, Any]:
-    return {name: _mark(value) for name, value in vars(callback).items() if name not in _NOT_STATE}
+    known = _names_in_keras(type(callback))
+    return {name: _mark(value) for name, value in vars(callback).items() if name not in known}
+
+
+def _names_in_keras(kind: type) -> set[str]:
+    """The attributes that the classes of Keras which this one is made from deal with."""
+    names = set(_NOT_STATE)
+    for base in kind.__mro__:
+        if base.__module__.startswith("keras."):
+            for member in vars(base).values():
+                names.update(getattr(getattr(member, "__code__", None), "co_names", ()))
+    return names
 
 
 def _mark(value: Any) -> Any:

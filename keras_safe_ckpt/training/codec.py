@@ -33,10 +33,8 @@ def encode(
         raise UnknownValueError(where, value)
     if value is None or isinstance(value, (bool, str)):
         return value
-    if isinstance(value, np.generic):
-        name = f"{where}/{len(arrays)}"
-        arrays[name] = np.asarray(value)
-        return {_SCALAR: name}
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+        return {_SCALAR: [value.dtype.name, value.item()]}
     if isinstance(value, (int, float)):
         return value
     if isinstance(value, (list, tuple)):
@@ -70,7 +68,7 @@ def decode(value: Any, arrays: Mapping[str, Any]) -> Any:
         if tag == _ARRAY:
             return np.asarray(arrays[content])
         if tag == _SCALAR:
-            return np.asarray(arrays[content])[()]
+            return np.dtype(content[0]).type(content[1])
         if tag == _TUPLE:
             return tuple(decode(item, arrays) for item in content)
         if tag == _MAPPING:

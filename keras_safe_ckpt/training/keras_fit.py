@@ -22,7 +22,7 @@ _NEEDED = ("catch_stop_iteration", "steps_per_execution", "steps_per_epoch", "da
 
 @dataclass(frozen=True)
 class FitAround:
-    """The `fit` that calls a callback: its list of callbacks, its epochs, its code."""
+    """The `fit` (or `evaluate`) that calls a callback: its list of callbacks, epochs and code."""
 
     callback_list: Any = None
     epochs: EpochsOfFit | None = None
@@ -38,11 +38,11 @@ def find_fit() -> FitAround:
             owner = frame.f_locals.get("self")
             if isinstance(owner, kind) and isinstance(getattr(owner, "callbacks", None), list):
                 callback_list = owner
-        elif frame.f_code.co_name == "fit":
+        elif frame.f_code.co_name in ("fit", "evaluate", "predict"):
             code = frame.f_code
             found = frame.f_locals.get("epoch_iterator")
             if found is not None and all(hasattr(found, name) for name in _NEEDED):
-                epochs = EpochsOfFit(found)
+                epochs = EpochsOfFit(found, frame.f_locals.get("validation_data"))
             break
     return FitAround(callback_list, epochs, code)
 
@@ -61,8 +61,9 @@ def is_running(fit: FitAround, frame: FrameType | None) -> bool:
 class EpochsOfFit:
     """The iterator with which `fit` goes through its data, epoch by epoch."""
 
-    def __init__(self, iterator: Any) -> None:
+    def __init__(self, iterator: Any, validation_data: Any = None) -> None:
         self._iterator = iterator
+        self._validation = validation_data
         self._adapter = iterator.data_adapter
 
     @property
@@ -106,6 +107,18 @@ class EpochsOfFit:
                 "restarted run sees it in another order: some samples twice, others not, in the "
                 "epoch that was interrupted. Use shuffle(..., seed=...), or call "
                 "keras.utils.set_random_seed(seed) before the dataset is made."
+            )
+        return None
+
+    def validation_is_drawn_anew(self) -> str | None:
+        """Why a restarted program would validate with other data; None if it would not."""
+        nodes = _chain(self._validation) if hasattr(self._validation, "element_spec") else ()
+        if any(_reshuffles(node) for node in nodes):
+            return (
+                "The validation data is shuffled anew in each epoch. A restarted run draws other "
+                "orders, so that validation metrics differ slightly (and what is trained on, if "
+                "both are parts of one shuffled dataset). Do not shuffle it, or use "
+                "shuffle(..., reshuffle_each_iteration=False)."
             )
         return None
 
@@ -171,7 +184,7 @@ def build_for(model: Any, batch: Any) -> str | None:
 
     try:
         build(data_batch=import_keras().tree.map_structure(known, batch))
-    except (ValueError, TypeError, RuntimeError, AttributeError) as error:
+    except Exception as error:  # noqa: BLE001  # the model's own code; the caller says it
         return f"Keras says: {str(error).strip().splitlines()[0]}"
     return None
 
@@ -198,6 +211,11 @@ def _chain(dataset: Any) -> Iterator[Any]:
     inputs = getattr(dataset, "_inputs", None)
     for source in inputs() if callable(inputs) else ():
         yield from _chain(source)
+
+
+def _reshuffles(dataset: Any) -> bool:
+    again = getattr(dataset, "_reshuffle_each_iteration", None)
+    return "Shuffle" in type(dataset).__name__ and again is not False
 
 
 def _is_unseeded_shuffle(dataset: Any) -> bool:

@@ -14,7 +14,8 @@ class Position:
     An execution is one batch, or ``steps_per_execution`` of them; ``batch`` counts the batches as
     Keras reports them. ``logs`` are the last that the step returned. ``finished`` has the number
     of executions of each epoch before. ``trained``: the epoch has no more batches, what is left
-    is its validation. ``ended``: no epoch comes any more.
+    is its validation. ``stopping``: a callback has set ``model.stop_training``. ``ended``: no epoch
+    comes any more.
     """
 
     epoch: int = 0
@@ -23,10 +24,16 @@ class Position:
     logs: Mapping[str, Any] = field(default_factory=dict)
     finished: tuple[int, ...] = ()
     trained: bool = False
+    stopping: bool = False
     ended: bool = False
 
     def after_epoch(self, epoch: int) -> Position:
-        return Position(epoch + 1, finished=(*self.finished, self.executions))
+        return Position(
+            epoch + 1,
+            finished=(*self.finished, self.executions),
+            stopping=self.stopping,
+            ended=self.stopping,
+        )
 
     def same_place(self, other: Position | None) -> bool:
         return other is not None and self._place() == other._place()

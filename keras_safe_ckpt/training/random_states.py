@@ -68,6 +68,17 @@ def restore_random(states: dict[str, Any]) -> None:
         seed.state.assign(states["keras"])
 
 
+def check_random(states: dict[str, Any]) -> None:
+    """Raise what `restore_random` would raise half-way, for a state that it cannot use."""
+    random.Random().setstate(_python_state(states["python"]))
+    numpy = states["numpy"]
+    np.random.RandomState().set_state(
+        (numpy["kind"], numpy["keys"], numpy["position"], numpy["has_gauss"], numpy["cached"])
+    )
+    if states.get("tensorflow") is not None:
+        random.Random().setstate(_python_state(states["tensorflow"]))
+
+
 def global_seed_is_set() -> bool:
     """Whether `keras.utils.set_random_seed` or `tf.random.set_seed` was called."""
     return getattr(_tensorflow_context(), "_seed", None) is not None

@@ -1,8 +1,9 @@
 """What a model in training is, beyond the weights and the optimizer that Keras saves.
 
-Seeds of the layers, metrics in mid-epoch, and what differs between the replicas of a strategy
-(BatchNormalization's moving statistics). Reading a metric through its strategy would be a
-collective, for which all workers must be alive: the local part of each variable is read instead.
+Seeds of the layers, the state of recurrent ones, metrics in mid-epoch, and what differs between
+the replicas of a strategy (BatchNormalization's moving statistics). Reading a metric through its
+strategy would be a collective, for which all workers must be alive: the local part of each variable
+is read instead.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from typing import Any
 
 import numpy as np
 
-SEEDS, METRICS, WEIGHTS = "seeds", "metrics", "weights"
+from keras_safe_ckpt.storage.keras_internals import import_keras
+
+SEEDS, METRICS, WEIGHTS, STATES = "seeds", "metrics", "weights", "states"
 
 
 def capture_variables(model: Any, *, own_weights: bool = False) -> dict[str, Any]:
@@ -68,6 +71,16 @@ def restore_variables(model: Any, arrays: Mapping[str, Any], kinds: tuple[str, .
             part.assign(arrays.get(f"{kind}/{index}/{replica}", _filling(kind, first)))
 
 
+def unbuilt_optimizers(model: Any) -> list[str]:
+    """The optimizers that a model holds beside the one it was compiled with, and did not build."""
+    kind = import_keras().optimizers.Optimizer
+    return [
+        name
+        for name, value in vars(model).items()
+        if isinstance(value, kind) and value is not model.optimizer and not value.built
+    ]
+
+
 def local_parts(variable: Any) -> list[Any]:
     """The TensorFlow variables of a Keras variable, one for each replica of this process."""
     inner = getattr(variable, "value", variable)
@@ -81,10 +94,24 @@ def _variables_beyond_keras(model: Any) -> Iterator[tuple[str, int, Any]]:
     weights = {id(variable) for variable in model.weights}
     for index, variable in enumerate(v for v in model.variables if id(v) not in weights):
         yield SEEDS, index, variable
+    for index, variable in enumerate(_states(model, model.variables)):
+        yield STATES, index, variable
     for index, variable in enumerate(model.metrics_variables):
         yield METRICS, index, variable
     for index, variable in enumerate(model.non_trainable_weights):
         yield WEIGHTS, index, variable
+
+
+def _states(model: Any, known: list[Any]) -> Iterator[Any]:
+    """Those of stateful recurrent layers, which Keras does not count as variables."""
+    keras = import_keras()
+    seen = {id(variable) for variable in known}
+    flatten = getattr(model, "_flatten_layers", None)
+    for layer in model.layers if flatten is None else flatten():
+        for variable in keras.tree.flatten(getattr(layer, "states", None)):
+            if isinstance(variable, keras.Variable) and id(variable) not in seen:
+                seen.add(id(variable))
+                yield variable
 
 
 def _differ(parts: list[Any]) -> bool:
