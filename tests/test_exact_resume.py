@@ -55,33 +55,52 @@ def batches(seen: str) -> list[str]:
 #: Hooks of a run: 1 is the beginning of an epoch, then two for each batch, the validation, ...
 CASES = {
     "arrays": ("9", "13", "17k"),
-    "dataset": ("18,30", "27k"),
-    "global seed": ("20",),
-    "repeated": ("14,29", "22k"),
-    "unknown size": ("9,24", "20k"),
-    "generator": ("15,26", "22k"),
-    "python": ("20", "24k"),
-    "python, two threads": ("20",),
-    "split": ("9,27",),
-    "weighted": ("20",),
-    "averages": ("13,20", "27k"),
-    "several steps": ("5,13", "17k"),
-    "own step": ("9,20", "27k"),
-    "eager": ("20",),
-    "compiled": ("20",),
+    "dataset": ("18,30,35k",),
+    "repeated": ("14,22k",),
+    "unknown size": ("9,20k",),
+    "generator": ("15,26k",),
+    "python": ("20,24k",),
+    "averages": ("13,20,27k",),
+    "several steps": ("5,13,17k",),
+    "own step": ("9,20,27k",),
     "stopping": ("20,30", "31"),
-    "random": ("20", "27k"),
-    "mirrored": ("14,25", "30k"),
+    "random": ("20,27k",),
+    "mirrored": ("14,25,30k",),
 }
+MORE_CASES = {
+    "global seed": ("20", "27k"),
+    "python, two threads": ("20", "24k"),
+    "python, two threads, in order": ("20", "24k"),
+    "split": ("9,27", "17k"),
+    "weighted": ("20", "27k"),
+    "eager": ("20", "27k"),
+    "compiled": ("20", "27k"),
+    **{
+        case: ("9,16", "13", "20k", "30,31") for case in CASES if case not in ("arrays", "stopping")
+    },
+}
+
+
+def assert_ends_as_undisturbed(folder: Path, case: str, *plans: str) -> int:
+    undisturbed, *runs = lives(case, folder, *plans)
+    assert_as_undisturbed(undisturbed, *runs)
+    for run in runs:
+        ended = [-9 if part.endswith("k") else 42 for part in run["plan"].split(",")]
+        assert len(run["codes"]) > 1
+        assert run["codes"][:-1] == ended[: len(run["codes"]) - 1]
+    return len(runs)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_an_interrupted_run_ends_as_if_it_had_not_been(tmp_path, case):
-    undisturbed, *runs = lives(case, tmp_path, *CASES[case])
-    assert_as_undisturbed(undisturbed, *runs)
-    for run in runs:
-        ended = [-9 if part.endswith("k") else 42 for part in run["plan"].split(",")]
-        assert run["codes"] == [*ended, 0]
+    assert_ends_as_undisturbed(tmp_path, case, *CASES[case])
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("case", MORE_CASES)
+def test_more_interrupted_runs(tmp_path, case, record_property):
+    count = assert_ends_as_undisturbed(tmp_path, case, *MORE_CASES[case])
+    record_property("campaign", f"interrupted runs ({case}): {count} of {count} equal")
 
 
 def test_a_notice_during_a_save_is_not_lost(tmp_path):

@@ -43,7 +43,7 @@ from keras_safe_ckpt import (
     PreemptionAwareCallback,
     UnsafePathError,
 )
-from keras_safe_ckpt.callbacks import preemption_run
+from keras_safe_ckpt.callbacks import preemption_run, run_facts
 from keras_safe_ckpt.training import keras_fit
 
 pytestmark = pytest.mark.usefixtures("alone_in_a_folder")
@@ -353,7 +353,7 @@ def test_a_callback_that_changes_the_model_at_the_beginning_is_overruled(undistu
 )
 def test_what_a_restart_cannot_keep_is_said_once(data, said, monkeypatch):
     model = build()
-    monkeypatch.setattr(preemption_run, "global_seed_is_set", lambda: False)
+    monkeypatch.setattr(run_facts, "global_seed_is_set", lambda: False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model.fit(epochs=3, verbose=0, callbacks=[callback()], **data)

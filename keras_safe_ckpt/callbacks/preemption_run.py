@@ -19,6 +19,7 @@ from keras_safe_ckpt.callbacks.messages import say
 from keras_safe_ckpt.callbacks.preemption_settings import Settings
 from keras_safe_ckpt.callbacks.resuming import Resuming
 from keras_safe_ckpt.callbacks.run_directory import RunDirectory
+from keras_safe_ckpt.callbacks.run_facts import facts_of, what_cannot_hold
 from keras_safe_ckpt.callbacks.run_saver import RunSaver
 from keras_safe_ckpt.cluster.agreement import Request
 from keras_safe_ckpt.cluster.membership import Membership
@@ -30,10 +31,8 @@ from keras_safe_ckpt.preemption.slurm import describe_job
 from keras_safe_ckpt.storage.keras_internals import import_keras
 from keras_safe_ckpt.training.cadence import Cadence, EveryBatches, EveryEpoch, EverySeconds
 from keras_safe_ckpt.training.keras_fit import FitAround, find_fit, is_running
-from keras_safe_ckpt.training.position import Position
-from keras_safe_ckpt.training.random_states import global_seed_is_set
+from keras_safe_ckpt.training.position import Position, Progress
 from keras_safe_ckpt.training.run_state import Captured, RunState
-from keras_safe_ckpt.training.state import unbuilt_optimizers
 
 _log = logging.getLogger(__name__)
 
@@ -61,10 +60,7 @@ class PreemptionRun:
         self._pace = Pace()
         self._closing = contextlib.ExitStack()
         self._is_over = False
-        self._position = Position()
-        # Of the epoch that runs, kept apart since they change with each batch.
-        self._executions, self._batch = 0, 0
-        self._logs: Mapping[str, Any] = {}
+        self._progress = Progress(self._model)
         self._last_end: float | None = None
         # What can be saved at any moment, where the model itself is not fit to be captured.
         self._held: Captured | None = None
@@ -106,7 +102,7 @@ class PreemptionRun:
             for other in getattr(self._fit.callback_list, "callbacks", [])
             if not getattr(other, "belongs_to_preemption", False)
         ]
-        facts = self._facts(place.life)
+        facts = facts_of(self._model, self._params, self._fit, self._role, place.life)
         self._history = getattr(self._model, "history", None) or import_keras().callbacks.History()
         self._state = RunState(self._model, others, self._history, facts)
         self._saver = RunSaver(self._backups, self._role, self._cohort, self._pace, place.life)
@@ -128,13 +124,15 @@ class PreemptionRun:
     def begin(self) -> None:
         """The others are ready: put everything where it was, and watch from now on."""
         with self._membership.others_told():
-            at = self._position = self._resuming.begin(self._history, self._callback)
-            self._executions, self._batch, self._logs = at.executions, at.batch, at.logs
+            at = self._resuming.begin(self._history, self._callback)
+            self._progress.begin(at)
             self._cadence = self._backup_cadence(at)
             seconds = self._settings.save_every_seconds if self._settings.writes else None
             self._clock = None if seconds is None else EverySeconds(seconds)
             self._state.callbacks.begin_watching()
-            self._say_what_cannot_hold()
+            if self._settings.writes:
+                for reason in what_cannot_hold(self._model, self._fit):
+                    warnings.warn(reason, stacklevel=2)
             self._lookout = Lookout(
                 self._settings.choice,
                 self._cohort,
@@ -167,18 +165,14 @@ class PreemptionRun:
     def epoch_begins(self, epoch: int) -> None:
         self._last_end = None
         self._held = None
-        if epoch != self._position.epoch:  # As `initial_epoch` of `fit` says.
-            self._position = Position(epoch, finished=self._position.finished)
-        if not self._resuming.epoch_begins():
-            self._executions, self._batch, self._logs = 0, 0, {}
+        self._progress.epoch_begins(epoch, anew=not self._resuming.epoch_begins())
         self._state.epoch_begins()
 
     def batch_ends(self, batch: int, logs: Mapping[str, Any]) -> None:
         if self._resuming.is_fast_forwarding():
             self._check_on_the_way()
             return
-        self._executions += 1
-        self._batch, self._logs = batch + 1, logs
+        self._progress.batch_ends(batch, logs)
         if self._last_end is not None:
             self._pace.batch_took(time.perf_counter() - self._last_end)
         # Whatever happens to the others until all have agreed: this can be saved.
@@ -205,7 +199,7 @@ class PreemptionRun:
         if callback_list is self._fit.callback_list and not self._is_over:
             self._in_validation = True
             self._resuming.batches_end()
-            self._held = self._capture(replace(self._now(), trained=True))
+            self._held = self._capture(replace(self._progress.now(), trained=True))
 
     def test_batch_ends(self) -> None:
         """Also of a prediction that a callback makes: saved is where training was before."""
@@ -225,8 +219,7 @@ class PreemptionRun:
         if self._is_over:
             return
         self._resuming.batches_end()
-        self._position = self._now().after_epoch(epoch)
-        self._executions, self._batch, self._logs = 0, 0, {}
+        self._progress.epoch_ends(epoch)
         due, self._put_off = self._put_off, ()
         if due and self._act(due):
             return
@@ -237,10 +230,7 @@ class PreemptionRun:
     def training_ends(self) -> None:
         """Before the others change something: what a run that is to end once more goes back to."""
         if not self._is_over:
-            at = self._position
-            stopping = bool(self._model.stop_training)
-            self._position = Position(at.epoch, finished=at.finished, stopping=stopping, ended=True)
-            self._executions, self._batch, self._logs = 0, 0, {}
+            self._progress.training_ends()
             self._held = self._capture()
 
     def train_ends(self) -> None:
@@ -260,7 +250,7 @@ class PreemptionRun:
         self._membership.finish("PreemptionAwareCallback", error, _END_SECONDS)
         if self._settings.writes and self._settings.delete_checkpoint and self._leads:
             self._backups.delete_all(self._role.world)
-        self._events.record("finished", epochs=self._position.epoch)
+        self._events.record("finished", epochs=self._progress.now().epoch)
         self.close()
 
     def is_running(self) -> bool:
@@ -305,7 +295,7 @@ class PreemptionRun:
             return
         self._state.callbacks.warn_of_unknown()
         captured = self._held
-        if self._saver.is_saved(self._now() if captured is None else captured.position):
+        if self._saver.is_saved(self._progress.now() if captured is None else captured.position):
             return
         with self._membership.others_told():
             self._saver.wait()  # Memory holds one capture at a time.
@@ -329,7 +319,7 @@ class PreemptionRun:
         self._lookout.answered()
         began = time.perf_counter()
         held = self._held
-        at = self._now() if held is None else held.position
+        at = self._progress.now() if held is None else held.position
         self._record("agreement", at, reason=request.reason, task=request.task)
         self._say(f"Stopping after {at} ({request.reason}, {request.task})")
         notice = self._lookout.desk.pressing
@@ -389,19 +379,9 @@ class PreemptionRun:
     def _leads(self) -> bool:
         return self._role.chief or not self._role.trains_together
 
-    def _now(self) -> Position:
-        return replace(
-            self._position,
-            executions=self._executions,
-            batch=self._batch,
-            logs=dict(self._logs),
-            trained=False,
-            stopping=bool(self._model.stop_training),
-        )
-
     def _capture(self, position: Position | None = None) -> Captured:
         own = self._role.trains_together and not self._role.chief
-        at = self._now() if position is None else position
+        at = self._progress.now() if position is None else position
         return self._state.capture(at, own_weights=own)
 
     def _backup_cadence(self, at: Position) -> Cadence | None:
@@ -410,41 +390,6 @@ class PreemptionRun:
         if self._settings.save_freq == "epoch":
             return EveryEpoch()
         return EveryBatches(int(self._settings.save_freq), last=at.batch - 1)
-
-    def _facts(self, life: str) -> dict[str, Any]:
-        strategy = getattr(self._model, "distribute_strategy", None)
-        epochs = self._fit.epochs
-        return {
-            "life": life,
-            "steps": self._params.get("steps"),
-            "epochs": self._params.get("epochs"),
-            "batch_size": None if epochs is None else epochs.batch_size,
-            "steps_per_execution": int(getattr(self._model, "steps_per_execution", 1) or 1),
-            "workers": self._role.world if self._role.trains_together else 1,
-            "replicas": int(getattr(strategy, "num_replicas_in_sync", 1)),
-        }
-
-    def _say_what_cannot_hold(self) -> None:
-        reason: str | None = (
-            "The data of `fit` was not found in this version of Keras: after a restart an epoch "
-            "begins where its data begins, which is exact only for data that comes in the same "
-            "order in every epoch."
-        )
-        if self._fit.epochs is not None:
-            reason = self._fit.epochs.order_is_drawn_anew(global_seed_is_set())
-            validation = self._fit.epochs.validation_is_drawn_anew()
-            if validation is not None:
-                warnings.warn(validation, stacklevel=2)
-        if reason is not None:
-            warnings.warn(reason, stacklevel=2)
-        unbuilt = unbuilt_optimizers(self._model)
-        if unbuilt and self._settings.writes:
-            warnings.warn(
-                f"The model has optimizers that are not built yet: {', '.join(unbuilt)}. "
-                "A restarted run could not load their state. Call "
-                "optimizer.build(variables) on each before fit.",
-                stacklevel=2,
-            )
 
     def _on_notice(self, notice: Notice) -> None:
         left = notice.seconds_left()

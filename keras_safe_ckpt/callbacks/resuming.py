@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
+from keras_safe_ckpt.callbacks.run_facts import fitting_position, refuse_finished
 from keras_safe_ckpt.cluster.cohort import Cohort
 from keras_safe_ckpt.cluster.roles import Role
 from keras_safe_ckpt.errors import CorruptCheckpointError, IncompatibleCheckpointError
@@ -73,12 +72,12 @@ class Resuming:
             backup = self._choose()
             if backup is None:
                 return
-            self._refuse_finished(backup)
+            refuse_finished(backup)
             part = None
             if self._role.trains_together and not self._role.chief:
                 part = self._backups.part(self._role.number, str(backup.document.get("save")))
             self._restoring = Restoring(self._state, self._model, backup, part)
-            self.position = self._fitting(self._restoring.position, backup)
+            self.position = fitting_position(self._restoring.position, backup, self._facts)
             self._build()
             self._restoring.load_model()
         except (CorruptCheckpointError, IncompatibleCheckpointError) as error:
@@ -176,55 +175,6 @@ class Resuming:
         word = self._cohort.await_word("preemption/resume", _CHOICE_SECONDS)
         name = None if word is None else word[0]
         return None if name is None else self._backups.named(name)
-
-    def _refuse_finished(self, backup: Backup) -> None:
-        if backup.document.get("finished"):
-            raise IncompatibleCheckpointError(
-                backup.path,
-                [
-                    f"the run that it belongs to is finished, after {backup.manifest.epoch} epochs;"
-                    " delete it or use another directory to train anew (or "
-                    "restore='if_possible'), or load the finished model by "
-                    "CheckpointStore(directory).load(model)"
-                ],
-            )
-
-    def _fitting(self, position: Position, backup: Backup) -> Position:
-        """Say what is different from before, and what follows."""
-        before, now = backup.document, self._facts
-        epochs = now["epochs"]
-        if epochs is not None and position.epoch + bool(position.executions) > epochs:
-            raise IncompatibleCheckpointError(
-                backup.path,
-                [
-                    f"epochs: it was taken at {position}, and fit is to train {epochs} in all; use "
-                    "more epochs, or another directory"
-                ],
-            )
-        if position.ended and not position.stopping and epochs is not None:
-            # It had trained all the epochs it was to; now there may be more.
-            position = replace(position, ended=position.epoch >= epochs)
-        changed = [
-            f"{name.replace('_', ' ')} was {before.get(name)} and is {now[name]}"
-            for name in ("steps", "batch_size", "steps_per_execution", "workers", "replicas")
-            if before.get(name) != now[name]
-            and not (name in ("steps", "batch_size") and None in (before.get(name), now[name]))
-        ]
-        if before.get("steps_per_execution") != now["steps_per_execution"]:
-            position = _converted(position, _steps(before), _steps(now))
-        if now["steps"] is not None:
-            # Where the epoch has become shorter than what was done of it, it ends.
-            most = math.ceil(now["steps"] / now["steps_per_execution"])
-            done = min(position.executions, most)
-            position = replace(position, executions=done, batch=min(position.batch, now["steps"]))
-        if changed:
-            warnings.warn(
-                f"This is not the run that was interrupted: {'; '.join(changed)}. It goes on at "
-                f"{position}, from the weights of the checkpoint, and will not end as that "
-                "one would have. ('steps' are the batches of an epoch.)",
-                stacklevel=2,
-            )
-        return position
 
     # Going there.
 
@@ -336,17 +286,3 @@ class Resuming:
         if self._initial_epoch is not None:
             begin_at_epoch(self._model, self._initial_epoch[0])
             self._initial_epoch = None
-
-
-def _steps(facts: Mapping[str, Any]) -> int:
-    return max(1, int(facts.get("steps_per_execution") or 1))
-
-
-def _converted(position: Position, before: int, now: int) -> Position:
-    """In executions of another size; a batch too many is trained on again."""
-    return replace(
-        position,
-        executions=position.executions * before // now,
-        batch=position.executions * before // now * now,
-        finished=tuple(math.ceil(count * before / now) for count in position.finished),
-    )

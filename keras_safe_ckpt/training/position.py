@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -47,6 +47,54 @@ class Position:
         if not self.executions:
             return f"the beginning of epoch {self.epoch + 1}"
         return f"epoch {self.epoch + 1}, batch {self.batch}"
+
+
+class Progress:
+    """Follows a `fit` of ``model`` from one position to the next."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._at = Position()
+        # Of the epoch that runs, kept apart since they change with each batch.
+        self._executions, self._batch = 0, 0
+        self._logs: Mapping[str, Any] = {}
+
+    def now(self) -> Position:
+        return replace(
+            self._at,
+            executions=self._executions,
+            batch=self._batch,
+            logs=dict(self._logs),
+            stopping=bool(self._model.stop_training),
+        )
+
+    def begin(self, at: Position) -> None:
+        """``trained`` is for those who save it: this one is on its way."""
+        self._at = replace(at, trained=False)
+        self._executions, self._batch, self._logs = at.executions, at.batch, at.logs
+
+    def epoch_begins(self, epoch: int, *, anew: bool) -> None:
+        """Not ``anew``: it goes on where it was interrupted."""
+        if epoch != self._at.epoch:  # As `initial_epoch` of `fit` says.
+            self._at = Position(epoch, finished=self._at.finished)
+        if anew:
+            self._clear()
+
+    def batch_ends(self, batch: int, logs: Mapping[str, Any]) -> None:
+        """``batch`` is the number (from zero) of the last one that was executed."""
+        self._executions += 1
+        self._batch, self._logs = batch + 1, logs
+
+    def epoch_ends(self, epoch: int) -> None:
+        self._at = self.now().after_epoch(epoch)
+        self._clear()
+
+    def training_ends(self) -> None:
+        self._at = Position(self._at.epoch, finished=self._at.finished, ended=True)
+        self._clear()
+
+    def _clear(self) -> None:
+        self._executions, self._batch, self._logs = 0, 0, {}
 
 
 class FastForward:
