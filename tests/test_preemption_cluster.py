@@ -128,8 +128,8 @@ def test_a_directory_that_is_not_shared_is_refused(tmp_path):
 @pytest.mark.campaign
 def test_a_storm_of_ten_notices(tmp_path, undisturbed, record_property):
     rng = random.Random(5)
-    hooks = sorted(rng.sample(range(2, HOOKS - 2), 10))
-    plan = ",".join(f"{rng.randint(0, 1)}:{hook}" for hook in hooks)
+    # Apart: a second signal to a process that has not ended yet ends it at once.
+    plan = ",".join(f"{rng.randint(0, 1)}:{hook}" for hook in range(2, HOOKS, 3))
     done = launch(tmp_path, plan, restarts=20)
     assert done.returncode == 0, done.stdout
     assert facts(tmp_path) == undisturbed
