@@ -408,6 +408,12 @@ def test_pauses_grow_unless_the_group_lived_long(tmp_path, monkeypatch):
     assert pauses() == ["0.01", "0.01", "0.01"]
 
 
+def test_the_pause_can_be_chosen(tmp_path):
+    done = launch(tmp_path, WORKER, "42/143/0", workers=1, options=("--pause-seconds=0.01",))
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"again in ([\d.]+) s", done.stderr) == ["0.01", "0.02"]
+
+
 def test_output_is_not_held_back():
     variables = worker_environment({"A": "b"}, [1, 2], 1)
     assert variables["PYTHONUNBUFFERED"] == "1"

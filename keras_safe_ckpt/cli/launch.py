@@ -60,6 +60,14 @@ def add_parser(commands: Any) -> None:
         help="kill workers that have not ended so long after a signal (default: %(default)g)",
     )
     parser.add_argument(
+        "--pause-seconds",
+        type=_seconds,
+        default=Plan.first_pause_seconds,
+        metavar="S",
+        help="wait so long before the first restart, and twice as long before each next one that "
+        "comes within a minute (default: %(default)g)",
+    )
+    parser.add_argument(
         "-m", "--module", action="store_true", help="the script is a module, as in python -m"
     )
     parser.add_argument("script", help="what each worker runs, with this Python")
@@ -82,6 +90,7 @@ def run_launch(options: argparse.Namespace) -> int:
         options.workers,
         options.max_restarts,
         options.restart_codes,
+        options.pause_seconds,
         grace_seconds=options.grace_seconds,
     )
     for stream in (sys.stdout, sys.stderr):
