@@ -57,7 +57,7 @@ CASES = {
     "arrays": ("9", "13", "17k"),
     "dataset": ("18,30,35k",),
     "repeated": ("14,22k",),
-    "unknown size": ("9,20k",),
+    "unknown size": ("9,20k", "13,28"),
     "generator": ("15,26k",),
     "python": ("20,24k",),
     "averages": ("13,20,27k",),
@@ -75,8 +75,11 @@ MORE_CASES = {
     "weighted": ("20", "27k"),
     "eager": ("20", "27k"),
     "compiled": ("20", "27k"),
+    "several steps": ("5,8", "7", "13k", "22,23"),
     **{
-        case: ("9,16", "13", "20k", "30,31") for case in CASES if case not in ("arrays", "stopping")
+        case: ("9,16", "13", "20k", "30,31")
+        for case in CASES
+        if case not in ("arrays", "stopping", "several steps")
     },
 }
 

@@ -210,16 +210,17 @@ class Model:
         return {"loss": 0.0}
 
 
+def forward_to(one: Model, position: Position, **functions: Any) -> FastForward:
+    """Two batches are an execution; what is not given must not be called."""
+    needed = dict.fromkeys(("arrive", "cut_short", "end"))
+    drop_two = {"drop": lambda iterator: drop(iterator, 2)}
+    return FastForward(one, position, **{**drop_two, **needed, **functions})
+
+
 def test_a_fast_forward_drops_and_arrives_and_goes_away():
     one = Model()
     arrived: list[Any] = []
-    forward = FastForward(
-        one,
-        Position(executions=2, logs={"loss": 7.0}),
-        drop=lambda iterator: drop(iterator, 2),
-        arrive=arrived.append,
-        cut_short=lambda done: None,
-    )
+    forward = forward_to(one, Position(executions=2, logs={"loss": 7.0}), arrive=arrived.append)
     data = iter(range(9))
     for expected in ({"loss": 7.0}, {"loss": 7.0}, {"loss": 0.0}):
         forward.is_wanted = True
@@ -232,7 +233,7 @@ def test_a_fast_forward_drops_and_arrives_and_goes_away():
 
 def test_a_fast_forward_that_nobody_wants_drops_nothing():
     one = Model()
-    FastForward(one, Position(executions=2), drop=None, arrive=None, cut_short=None)
+    forward_to(one, Position(executions=2), drop=None)
     assert one.train_function(iter([5])) == {"loss": 0.0}
     assert one.trained == [5]
 
@@ -240,13 +241,7 @@ def test_a_fast_forward_that_nobody_wants_drops_nothing():
 def test_a_fast_forward_over_too_little_data_ends_the_epoch():
     one = Model()
     cut: list[int] = []
-    forward = FastForward(
-        one,
-        Position(executions=3),
-        drop=lambda iterator: drop(iterator, 2),
-        arrive=None,
-        cut_short=cut.append,
-    )
+    forward = forward_to(one, Position(executions=3), cut_short=cut.append)
     data = iter(range(3))
     for _ in range(2):
         forward.is_wanted = True
@@ -255,6 +250,22 @@ def test_a_fast_forward_over_too_little_data_ends_the_epoch():
     with pytest.raises(StopIteration):
         one.train_function(data)
     assert cut == [2]
+
+
+def test_a_fast_forward_to_the_end_of_an_epoch_ends_it_without_a_step():
+    one = Model()
+    heard: list[Any] = []
+    position = Position(executions=1, trained=True)
+    forward = forward_to(one, position, arrive=heard.append, end=lambda: heard.append("end"))
+    data = iter(range(9))
+    forward.is_wanted = True
+    one.train_function(data)
+    forward.is_wanted = True
+    with pytest.raises(StopIteration):
+        one.train_function(data)
+    assert heard == [1, "end"]
+    assert one.trained == []
+    assert one.train_function.__func__ is Model.train_function
 
 
 def test_a_model_that_cannot_be_built_is_explained():

@@ -131,6 +131,7 @@ class Resuming:
             drop=lambda iterator: self._drop(iterator, steps),
             arrive=self._arrive,
             cut_short=self._cut_short,
+            end=self._show_others,
         )
         return True
 
@@ -145,18 +146,19 @@ class Resuming:
             return False
         if not self._forward.left:
             self._is_there = True
-            self._show_others()
+            if not self._is_asked_once_more():
+                self._show_others()
         return True
 
     def batches_end(self) -> None:
         """The epoch has no more batches."""
         if self._forward is not None:
             self._forward.give_back()
+        self._show_others()
 
     def close(self) -> None:
         self.forget_epoch()
         self.batches_end()
-        self._show_others()
         if self._restoring is not None:
             self._restoring.close()
             self._restoring = None
@@ -231,6 +233,16 @@ class Resuming:
         if self._loaded is None or not is_current(self._loaded):
             self._restoring.load_model()
             self._loaded = capture(self._model)
+
+    def _is_asked_once_more(self) -> bool:
+        """Whether Keras begins a batch that there is not, to learn that the epoch is over.
+
+        The others have heard of it before, since their validation had begun.
+        """
+        at, epochs = self.position, self._fit.epochs
+        if not at.trained or at.stopping or epochs is None:
+            return False
+        return epochs.asks_for_more_than(at.executions)
 
     def _cut_short(self, executions: int) -> None:
         warnings.warn(

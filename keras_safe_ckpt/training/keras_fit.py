@@ -85,6 +85,11 @@ class EpochsOfFit:
         size = getattr(self._adapter, "batch_size", None)
         return None if size is None else int(size)
 
+    def asks_for_more_than(self, executions: int) -> bool:
+        """Whether `fit` goes on after so many executions, until the data says that it ends."""
+        batches = getattr(self._iterator, "num_batches", 0)
+        return batches is None or executions * self._iterator.steps_per_execution < batches
+
     def order_is_drawn_anew(self, seeded: bool) -> str | None:
         """Why a restarted program would see its data in another order; None if it would not."""
         if self.is_generator:

@@ -104,7 +104,8 @@ class FastForward:
     call arrives: ``arrive(batch)`` puts back what `fit` has reset when the epoch began, with a
     batch of the data at hand. From then on the function is the model's own again; but of data of
     unknown length Keras asks for one batch too many, which counts as a step of the optimizer: if
-    all was trained on before, that has happened, too, and is not done again.
+    all was trained on before, that has happened, too, and is not done again: ``end()`` is called
+    instead.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class FastForward:
         drop: Callable[[Any], tuple[int, Any]],
         arrive: Callable[[Any], None],
         cut_short: Callable[[int], None],
+        end: Callable[[], None],
     ) -> None:
         self._model = model
         self._own = model.train_function
@@ -122,6 +124,7 @@ class FastForward:
         self._drop = drop
         self._arrive = arrive
         self._cut_short = cut_short
+        self._end = end
         self.left = position.executions
         self.dropped = 0
         #: Set before each batch. A `fit` that has failed leaves this function in the model, and
@@ -136,6 +139,7 @@ class FastForward:
             return self._own(iterator)
         if not self.left:
             self.give_back()
+            self._end()
             raise StopIteration
         try:
             count, batch = self._drop(iterator)
