@@ -99,6 +99,11 @@ def held_lock(folder: object = "."):
     return LockManager().exclusive(os.path.join(folder, LOCK_NAME))
 
 
+def release_soon(lock: Any) -> None:
+    """While the caller waits for what the lock keeps from happening."""
+    threading.Timer(0.2, lock.__exit__, (None, None, None)).start()
+
+
 def _each(callbacks: Sequence[Any], hook: str, *arguments: Any) -> None:
     for callback in callbacks:
         getattr(callback, hook)(*arguments)

@@ -1,14 +1,15 @@
 """Short trainings that are interrupted, started again, and compared with an undisturbed one.
 
 Run as a program it imports TensorFlow once and lives each life in a forked child, which takes
-a fraction of a second: ``python interrupted.py CASE FOLDER OPTIONS PLAN...``. A plan is a list of
-lives, each ended by what it says: ``5`` is SIGTERM at the fifth hook of the run, ``5k`` kill -9,
-``5t`` SIGTERM twice, ``5e`` SIGTERM and its echo. The last life is never disturbed. One line of
-JSON for each plan is printed.
+a fraction of a second: ``python interrupted.py FOLDER OPTIONS CASE PLAN [CASE PLAN ...]``. A plan
+is a list of lives, each ended by what it says: ``5`` is SIGTERM at the fifth hook of the run,
+``5k`` kill -9, ``5t`` SIGTERM twice, ``5e`` SIGTERM and its echo. The last life is never disturbed.
+An empty plan is the undisturbed run, without the callback. Prints a line of JSON for each plan.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -25,13 +26,13 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import numpy as np
 import tensorflow as tf
 
-if __name__ == "__main__" and sys.argv[1].startswith("mirrored"):
+if __name__ == "__main__" and sys.argv[3].startswith("mirrored"):
     _cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(_cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
 
 import keras
 
-from keras_safe_ckpt import PreemptionAwareCallback, SafeModelCheckpoint
+from keras_safe_ckpt import CheckpointStore, PreemptionAwareCallback, SafeModelCheckpoint
 
 BATCH, EPOCHS = 8, 3
 _rng = np.random.default_rng(0)
@@ -124,6 +125,11 @@ def dense(**options: Any) -> Any:
     return model
 
 
+@functools.cache
+def two_devices() -> Any:
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
 class Own(keras.Model):
     """Not built before it is trained; a step of its own, with logs of its own."""
 
@@ -139,6 +145,8 @@ class Own(keras.Model):
 
     def train_step(self, data: Any) -> dict[str, Any]:
         x, y = data
+        # From the generator of Keras that has no seed of its own.
+        x = x + 0.01 * keras.random.normal(tf.shape(x))
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
         self.optimizer.apply_gradients(
@@ -182,6 +190,11 @@ def data_of(case: str) -> dict[str, Any]:
     validation = {"validation_data": (X[:16], Y[:16])}
     if case == "dataset":
         return {"x": slices().shuffle(40, seed=3).batch(BATCH), **validation}
+    if case == "drawn on the way":
+        # The second half, and what is in the cache, depend on what was read before.
+        halves = slices().take(16).shuffle(16, seed=3).repeat(2).cache()
+        data = halves.concatenate(slices().skip(16).shuffle(24, seed=4))
+        return {"x": data.batch(BATCH), **validation}
     if case == "global seed":
         return {"x": slices().shuffle(40).batch(BATCH), **validation}
     if case == "repeated":
@@ -200,10 +213,10 @@ def data_of(case: str) -> dict[str, Any]:
         weights = np.linspace(0, 1, len(X))
         return {"x": X, "y": Y, "sample_weight": weights, "batch_size": BATCH, **validation}
     if case.startswith("mirrored"):
-        return {
-            "x": slices().shuffle(40, seed=3).batch(BATCH),
-            "validation_data": slices().batch(8),
-        }
+        data = slices().shuffle(40, seed=3).batch(BATCH)
+        if "distributed" in case:
+            data = two_devices().experimental_distribute_dataset(data)
+        return {"x": data, "validation_data": slices().batch(8)}
     return {"x": X, "y": Y, "batch_size": BATCH, **validation}
 
 
@@ -228,7 +241,7 @@ def model_of(case: str) -> tuple[Any, list[Any]]:
         stopping = keras.callbacks.EarlyStopping("loss", patience=0, min_delta=10.0)
         return dense(), [stopping]
     if case.startswith("mirrored"):
-        with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        with two_devices().scope():
             return dense(), []
     return dense(), []
 
@@ -270,10 +283,17 @@ def live(case: str, folder: str, plan: str | None, **options: Any) -> None:
         "weights": [local(v) for v in model.variables],
         "optimizer": [local(v) for v in model.optimizer.variables],
         "csv": Path(f"{folder}/log.csv").read_text(),
+        "best": best_of(folder),
         "hooks": callbacks[-1].seen,
     }
     with open(f"{folder}/result.json", "w") as file:
         json.dump(result, file)
+
+
+def best_of(folder: str) -> Any:
+    manifest = CheckpointStore(folder).verify("best.weights.h5")
+    digests = {name: array.digest for name, array in manifest.arrays.items()}
+    return manifest.epoch, manifest.batch, manifest.step, dict(manifest.metrics), digests
 
 
 def local(variable: Any) -> list[Any]:
@@ -303,14 +323,21 @@ def fork(*arguments: Any, **options: Any) -> int:
 
 
 def follow(case: str, folder: str, plan: str, **options: Any) -> dict[str, Any]:
-    """All lives of a plan, and how each ended."""
+    """All lives of a plan, how each ended, and the newest checkpoint that each has left."""
     shutil.rmtree(folder, ignore_errors=True)
-    codes = []
+    codes: list[int] = []
+    newest: list[str | None] = []
     for part in [*filter(None, plan.split(",")), None]:
         codes.append(fork(case, folder, part, **options))
         if codes[-1] == 0:
             break
-    return {"plan": plan, "codes": codes, **results(folder)}
+        newest.append(max(checkpoints_in(folder), default=None))
+    return {"plan": plan, "codes": codes, "newest": newest, **results(folder)}
+
+
+def checkpoints_in(folder: str) -> list[str]:
+    names = os.listdir(f"{folder}/state") if os.path.exists(f"{folder}/state") else []
+    return sorted(name for name in names if name.startswith("run-"))
 
 
 def results(folder: str) -> dict[str, Any]:
@@ -321,21 +348,23 @@ def results(folder: str) -> dict[str, Any]:
     if os.path.exists(f"{folder}/seen.txt"):
         with open(f"{folder}/seen.txt") as file:
             found["seen"] = file.read()
-    found["left"] = sorted(os.listdir(f"{folder}/state")) if os.path.exists(
-        f"{folder}/state") else []  # fmt: skip
+    found["left"] = checkpoints_in(folder)
+    if os.path.exists(f"{folder}/state"):
+        events = CheckpointStore(f"{folder}/state").events.read()
+        found["resumes"] = [event for event in events if event["event"] == "resume"]
     return found
 
 
 def main() -> None:
-    case, folder, options, *plans = sys.argv[1:]
-    began = time.monotonic()
-    shutil.rmtree(f"{folder}/undisturbed", ignore_errors=True)
-    first = fork(case, f"{folder}/undisturbed", None, resume=False)
-    print(json.dumps({"code": first, **results(f"{folder}/undisturbed")}), flush=True)
-    for number, plan in enumerate(plans):
-        found = follow(case, f"{folder}/{number}", plan, **json.loads(options))
-        print(json.dumps(found), flush=True)
-    print(f"{time.monotonic() - began:.1f} s", file=sys.stderr)
+    folder, options, *steps = sys.argv[1:]
+    for number, (case, plan) in enumerate(zip(steps[::2], steps[1::2], strict=True)):
+        place = f"{folder}/{number}"
+        if plan:
+            found = follow(case, place, plan, **json.loads(options))
+        else:
+            code = fork(case, place, None, resume=False)
+            found = {"plan": plan, "codes": [code], **results(place)}
+        print(json.dumps({"case": case, **found}), flush=True)
 
 
 if __name__ == "__main__":

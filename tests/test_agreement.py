@@ -123,7 +123,7 @@ def test_a_notice_at_any_worker_before_any_step_stops_all_after_the_same_step(wo
         assert {request.task for request in due} <= {f"worker {one}" for one in asked} | {
             "this process"
         }
-        assert all(request[:2] == ("stop", "SIGTERM") for request in due)
+        assert {(request.purpose, request.reason) for request in due} == {("stop", "SIGTERM")}
 
 
 def test_a_notice_at_a_random_moment_from_another_thread():
@@ -216,6 +216,24 @@ def test_the_flag_of_a_running_step_is_never_overtaken():
     request = Request("save", "x", "worker 1")
     assert agreement.after_step() == (request,)
     assert cluster.agreements[1].after_step() == (request,)
+
+
+def test_the_time_that_is_left_comes_with_a_request():
+    cluster = Cluster(2)
+    seen = cluster.train(
+        3,
+        lambda worker, step: (
+            (worker, step) == (1, 1)
+            and cluster.agreements[1].request("stop", "x", seconds_left=50.0)
+        ),
+    )
+    for ((_, (request,)),) in seen:
+        assert 40 < request.seconds_left() <= 50
+        assert time.monotonic() - 10 < request.heard <= time.monotonic()
+    local = LocalAgreement()
+    local.request("stop", "x", seconds_left=50.0)
+    local.request("stop", "x")
+    assert [request.deadline is None for request in local.after_step()] == [False, True]
 
 
 def test_a_worker_that_does_not_answer_is_named():

@@ -20,6 +20,7 @@ from driven import (
     flip_a_bit,
     held_lock,
     losses,
+    release_soon,
     saver_threads,
     set_weight,
     tiny_model,
@@ -293,10 +294,6 @@ def test_step_is_that_of_the_optimizer():
 
 
 # One after the other
-
-
-def release_soon(lock) -> None:
-    threading.Timer(0.2, lock.__exit__, (None, None, None)).start()
 
 
 def test_messages_keep_their_order(capsys):

@@ -6,13 +6,15 @@ import os
 import signal
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from processes import wait_until
 
+from keras_safe_ckpt.preemption import platforms
 from keras_safe_ckpt.preemption.choosing import choose
-from keras_safe_ckpt.preemption.desk import SAVE, STOP, NoticeDesk
+from keras_safe_ckpt.preemption.desk import SAVE, STOP, WITHDRAW, NoticeDesk
 from keras_safe_ckpt.preemption.notices import Notice, Poller, watching
 from keras_safe_ckpt.preemption.pace import Pace
 from keras_safe_ckpt.preemption.signals import SignalWatcher
@@ -34,8 +36,9 @@ class Office:
             **options,
         )
 
-    def _ask(self, purpose: str, reason: str) -> bool:
+    def _ask(self, purpose: str, reason: str, seconds_left: float | None) -> bool:
         self.asked.append(purpose)
+        self.left = seconds_left
         return self.trains
 
     def tell(self, seconds: float | None, source: str = "a", **facts: Any) -> None:
@@ -67,6 +70,7 @@ def test_a_long_notice_saves_and_stops_in_time(office):
     one = office(Pace(batch_seconds=0.1, save_seconds=1.0))
     one.tell(34.0)  # 3.7 s are needed: it trains on for 30.3 s.
     assert one.asked == [SAVE]
+    assert 33 < one.left <= 34
     (timer,) = [t for t in stop_timers() if t.interval < 33]
     assert 30 < timer.interval < 30.4
     timer.function()
@@ -105,10 +109,40 @@ def test_a_grace_period_replaces_what_the_platform_says(office):
     assert 499 < one.notices[0].seconds_left() <= 500
 
 
+def test_a_grace_period_of_zero_stops_at_once_and_nobody_knows_how_long_there_is(office):
+    """As in TensorFlow, whose default it is."""
+    one = office(Pace(save_seconds=100.0), grace_seconds=0)
+    one.tell(50)
+    assert one.asked == [STOP]
+    assert one.notices[0].deadline is None
+    assert stop_timers() == []
+
+
+def test_the_end_of_another_worker_is_planned_for_here_as_well(office):
+    """Who writes knows how long that takes: the other one would have trained on for longer."""
+    one = office(Pace(save_seconds=10.0))
+    one.desk.learn(Notice("worker 1", "maintenance", time.monotonic() + 60))
+    assert one.asked == []  # It has asked for a save itself.
+    (timer,) = stop_timers()
+    assert 42 < timer.interval < 43  # 15 s for the save, and 2 s.
+    assert 59 < one.desk.seconds_left() <= 60
+    timer.function()
+    assert one.asked == [STOP]
+    one = office(Pace(save_seconds=10.0))
+    one.desk.learn(Notice("worker 1", "maintenance", time.monotonic() + 60))
+    one.desk.forget("worker 1")
+    assert one.desk.seconds_left() is None
+    one.desk.close()
+    one.desk.learn(Notice("worker 1", "maintenance", time.monotonic() + 60))
+    assert one.desk.seconds_left() is None
+    wait_until(lambda: len(stop_timers()) <= 1, "no timer is left")
+
+
 def test_an_advisory_notice_saves_only(office):
     one = office(grace_seconds=5)
     one.tell(None, advisory=True)
     assert one.asked == [SAVE]
+    assert one.left is None
     assert one.desk.pressing is None
 
 
@@ -127,6 +161,7 @@ def test_a_withdrawn_notice_is_forgotten(office):
     one.tell(500)
     one.desk.withdraw("a")
     one.desk.withdraw("unknown")
+    assert one.asked == [SAVE, WITHDRAW]
     wait_until(lambda: not stop_timers(), "no timer is left")
     assert one.desk.pressing is None
 
@@ -214,6 +249,13 @@ def test_a_stopped_poller_says_nothing_any_more():
 # Choosing.
 
 
+@pytest.fixture
+def no_cloud(monkeypatch: Any) -> None:
+    """Whatever machine the tests run on."""
+    monkeypatch.setattr(platforms, "_read", lambda root, path: "")
+
+
+@pytest.mark.usefixtures("no_cloud")
 def test_auto_is_sigterm_and_what_the_machine_is():
     plain = choose("auto", {})
     assert plain.signals == [signal.SIGTERM]
@@ -223,6 +265,16 @@ def test_auto_is_sigterm_and_what_the_machine_is():
     assert [watcher.name for watcher in google.pollers()]
     slurm = choose("auto", {"SLURM_JOB_ID": "7"})
     assert slurm.signals == [signal.SIGTERM, signal.SIGUSR1]
+
+
+@pytest.mark.usefixtures("no_cloud")
+def test_a_termination_config_that_names_nobody_is_auto():
+    config = SimpleNamespace(
+        termination_watcher_fn=None, exit_fn=None, grace_period=None, save_fn=None
+    )
+    choice = choose(config, {"SLURM_JOB_ID": "7"})
+    assert choice.signals == [signal.SIGTERM, signal.SIGUSR1]
+    assert (choice.exit_fn, choice.save_fn, choice.grace_period) == (None, None, None)
 
 
 def test_several_at_once():
@@ -300,3 +352,64 @@ def test_a_signal_is_reported_by_whoever_comes_first():
     finally:
         watcher.stop()
     assert signal.getsignal(signal.SIGUSR2) == before
+
+
+def test_another_signal_is_a_notice_of_its_own():
+    """SLURM warns by one, and means it by another: the time that is left is that of the last."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)}
+    one = Office()
+    lefts = {signal.SIGUSR1: 120.0, signal.SIGUSR2: 10.0}
+    watcher = SignalWatcher(list(lefts), seconds=lefts.__getitem__)
+    watcher.start(one.desk)
+    try:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        watcher.report()
+        os.kill(os.getpid(), signal.SIGUSR2)
+        watcher.report()
+        assert one.asked == [SAVE, STOP]
+        assert one.desk.pressing.source == "SIGUSR2"
+        watcher.answered()
+    finally:
+        watcher.stop()
+        one.desk.close()
+    assert {number: signal.getsignal(number) for number in before} == before
+
+
+def test_a_former_handler_that_fails_stops_nothing(caplog):
+    def fails(number: int, frame: Any) -> None:
+        raise RuntimeError("by design")
+
+    before = signal.signal(signal.SIGUSR2, fails)
+    desk = Desk()
+    watcher = SignalWatcher([signal.SIGUSR2])
+    watcher.start(desk)
+    try:
+        os.kill(os.getpid(), signal.SIGUSR2)
+        watcher.report()
+        assert desk.told == ["received"]
+        assert "by design" in caplog.text
+        watcher.answered()
+    finally:
+        watcher.stop()
+        signal.signal(signal.SIGUSR2, before)
+
+
+def test_signals_are_handed_over_without_a_gap():
+    heard: list[int] = []
+    before = signal.getsignal(signal.SIGUSR2)
+    watcher = SignalWatcher([signal.SIGUSR1, signal.SIGUSR2])
+    watcher.start(Desk())
+    foreign = lambda number, frame: None  # noqa: E731
+    former = signal.getsignal(signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, foreign)
+    try:
+        taken = watcher.hand_over(lambda number, frame: heard.append(number))
+        assert taken == {signal.SIGUSR2: before}
+        os.kill(os.getpid(), signal.SIGUSR2)
+        watcher.stop()
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert heard == 2 * [signal.SIGUSR2]
+        assert signal.getsignal(signal.SIGUSR1) is foreign
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL if former == watcher._receive else former)

@@ -196,6 +196,7 @@ def test_what_happens_is_one_line_each_and_an_event(capsys):
     interrupted_at("batch", 1, 2, verbose=1)
     lines = [line for line in capsys.readouterr().out.splitlines() if "[preemption]" in line]
     assert [line.partition("] ")[2].partition(" (")[0] for line in lines] == [
+        "Saving the beginning of epoch 2 in the background",
         "Notice from bell: rings",
         "Stopping after epoch 2, batch 3",
         "Saved",
@@ -203,7 +204,7 @@ def test_what_happens_is_one_line_each_and_an_event(capsys):
     kinds = [event["event"] for event in events()]
     assert kinds == ["begin", "backup", "save", "notice", "agreement", "save", "preempted"]
     build().fit(epochs=3, callbacks=[callback(verbose=1)], **DATA)
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "[preemption]" in line]
+    line, *_ = [line for line in capsys.readouterr().out.splitlines() if "[preemption]" in line]
     assert "Resumed at epoch 2, batch 3 from run-0000000008.weights.h5" in line
     assert "0 batches are repeated" in line
     (resumed,) = events("resume")
@@ -427,6 +428,8 @@ def test_a_full_disk_is_said_before_the_first_batch_or_at_the_save(small_disk):
         build(4000).fit(
             epochs=2, callbacks=[callback(directory=str(disk / "state")), Told(log)], **DATA
         )
+    # The first backup comes after the first epoch; its error at the next batch at the latest.
+    assert log[:6] == [0, 1, 2, 3, 4, "end of 0"][: len(log)]
     assert run_files(str(disk / "state")) == []
 
 

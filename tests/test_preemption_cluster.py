@@ -49,12 +49,17 @@ def events(folder: Path, name: str) -> list[dict[str, Any]]:
     return [event for event in found if event["event"] == name]
 
 
+def ends(folder: Path) -> list[dict[str, Any]]:
+    """What each worker ended with, without what it began with, which is another thing."""
+    return [{k: v for k, v in found.items() if k != "begin"} for found in facts(folder)]
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: Any) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("undisturbed")
     done = launch(folder, "", undisturbed=True)
     assert done.returncode == 0, done.stdout
-    found = facts(folder)
+    found = ends(folder)
     # Each worker has statistics of its own, or there would be little to keep apart.
     assert found[0]["weights"] != found[1]["weights"]
     assert found[0]["history"] == found[1]["history"]
@@ -66,7 +71,7 @@ def test_workers_stop_after_the_same_batch_and_go_on_there(tmp_path, undisturbed
     done = launch(tmp_path, "1:3,0:14")
     assert done.returncode == 0, done.stdout
     assert "2 restarts" in done.stdout
-    assert facts(tmp_path) == undisturbed
+    assert ends(tmp_path) == undisturbed
     stops = [(event["epoch"], event["batch"]) for event in events(tmp_path, "preempted")]
     assert len(stops) == 4
     assert stops[0] == stops[1]
@@ -82,9 +87,22 @@ def test_after_kill_9_the_workers_go_on_from_a_backup(tmp_path, undisturbed):
     done = launch(tmp_path, "1:19k", save_freq=3, save_every_seconds=0.05)
     assert done.returncode == 0, done.stdout
     assert "1 restart" in done.stdout
-    assert facts(tmp_path) == undisturbed
+    assert ends(tmp_path) == undisturbed
     # One kind of backup does not keep the other from being made.
-    kinds = [event["reason"] for event in events(tmp_path, "backup")]
+    found = events(tmp_path, "backup")
+    places = [(event["pid"], event["epoch"], event["batch"]) for event in found]
+    killed, other = sorted({pid for pid, *_ in places})[:2]
+    of_one = [place for pid, *place in places if pid == killed]
+    of_other = [place for pid, *place in places if pid == other]
+    # After the same batches on both; one of them may have come further before it ended.
+    shorter = min(len(of_one), len(of_other))
+    assert shorter > 3
+    assert of_one[:shorter] == of_other[:shorter]
+    resumed = events(tmp_path, "resume")
+    assert len(resumed) == 2, "a fresh start would end in the same way"
+    assert resumed[0]["file"] == resumed[1]["file"]
+    assert resumed[0]["repeated"] == resumed[1]["repeated"] < 12
+    kinds = [event["reason"] for event in found]
     assert "0.05 s have passed" in kinds
     assert "backup" in kinds[kinds.index("0.05 s have passed") :]
 
@@ -119,9 +137,27 @@ def test_fewer_and_more_workers_go_on_with_the_chiefs_values(tmp_path):
     assert done.returncode == 0, done.stdout
     assert "this worker takes the chief's" in done.stdout
     chief, other = facts(tmp_path)
+    assert chief["begin"] == other["begin"], "the statistics of the one that was alone"
+    assert other["hooks"] == HOOKS
     assert chief["history"] == other["history"]
     assert len(chief["history"]["loss"]) == 4
     assert chief["hooks"] == HOOKS
+
+
+def test_the_chief_knows_how_long_another_worker_has(tmp_path, undisturbed):
+    """It has no notice itself, and begins no save that cannot be finished in time."""
+    done = launch(tmp_path, "1:14", grace_period=20, slow=1000)
+    assert done.returncode == 0, done.stdout
+    assert ends(tmp_path) == undisturbed
+    outcomes = {event["pid"]: event["outcome"] for event in events(tmp_path, "preempted")}
+    assert len(outcomes) == 2
+    assert any(
+        outcome.startswith("not saved: ") and "a save takes 1000.0 s" in outcome
+        for outcome in outcomes.values()
+    ), outcomes
+    # From the backup of the epoch before; the batches since then are known.
+    assert [event["batch"] for event in events(tmp_path, "resume")] == [0, 0]
+    assert {event["repeated"] for event in events(tmp_path, "resume")} == {4}
 
 
 def test_a_directory_that_is_not_shared_is_refused(tmp_path):
@@ -142,7 +178,7 @@ def test_a_storm_of_ten_notices(tmp_path, undisturbed, seed, record_property):
     plan = ",".join(f"{rng.randint(0, 1)}:{hook}" for hook in hooks)
     done = launch(tmp_path, plan, restarts=20, seconds=850)
     assert done.returncode == 0, done.stdout
-    assert facts(tmp_path) == undisturbed
+    assert ends(tmp_path) == undisturbed
     stops = [event["task"] for event in events(tmp_path, "preempted")]
     assert len(stops) == 2 * len(hooks) == 20, done.stdout
     assert all(event["repeated"] == 0 for event in events(tmp_path, "resume"))

@@ -274,7 +274,8 @@ time.sleep(60 if ({exit}) is None else 0)
     process = start(tmp_path, code)
     (tmp_path / "now").touch()
     _, err = process.communicate(timeout=40)
-    assert process.returncode == (42 if exit == "None" else 0), err
+    assert process.returncode == (42 if exit == "None" else 5), err
+    assert "joined" not in notes(tmp_path)
     assert "does not run on the main thread" in err
     assert files(tmp_path)
 

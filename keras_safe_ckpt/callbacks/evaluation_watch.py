@@ -11,6 +11,7 @@ from keras_safe_ckpt.callbacks.preemption_settings import Settings
 from keras_safe_ckpt.cluster.cohort import open_cohort
 from keras_safe_ckpt.cluster.membership import Membership
 from keras_safe_ckpt.cluster.roles import role_of
+from keras_safe_ckpt.preemption.leaving import Departure
 from keras_safe_ckpt.preemption.notices import Notice
 from keras_safe_ckpt.preemption.pace import Pace
 from keras_safe_ckpt.training.keras_fit import find_fit, is_running
@@ -19,7 +20,9 @@ from keras_safe_ckpt.training.keras_fit import find_fit, is_running
 class EvaluationWatch:
     """From the beginning of an evaluation to its end, or to the notice that ends it."""
 
-    def __init__(self, model: Any, settings: Settings, leave: Callable[[str], None]) -> None:
+    def __init__(
+        self, model: Any, settings: Settings, leave: Callable[[str, Departure | None], None]
+    ) -> None:
         role = role_of(model)
         self._membership = Membership(role)
         cohort = self._membership.cohort or open_cohort(role)
@@ -44,8 +47,11 @@ class EvaluationWatch:
         if request is not None:
             assert self._lookout is not None
             self._lookout.answered()
+            departure = Departure(self._settings.exit_code) if self._settings.exits else None
+            if departure is not None:
+                self._lookout.hand_signals_to(departure)
             self.close()
-            self._leave(request.reason)
+            self._leave(request.reason, departure)
 
     def close(self) -> None:
         lookout, self._lookout = self._lookout, None

@@ -52,7 +52,7 @@ class LastSave:
             _log.error("The last checkpoint could not be written: %s", error)
             with contextlib.suppress(AgreementError):
                 self._meet()
-            return f"not saved: {error}; the last backup stands"
+            return f"not saved: {error}{self._what_stands()}"
         return outcome
 
     def alone(self, captured: Captured, gone: AgreementError) -> str:
@@ -76,13 +76,18 @@ class LastSave:
             return "saved before"
         if not self._pace.can_save(seconds_left):
             # Half a save would be worth nothing, and one that is going on must not be disturbed.
-            return (
-                f"not saved: {seconds_left:.1f} s are left, and a save takes "
-                f"{self._pace.save_seconds:.1f} s; the last backup stands"
-            )
+            return f"not saved: {too_late(seconds_left, self._pace)}{self._what_stands()}"
         self._saver.save(captured, reason=f"notice: {reason}", background=False)
         return "saved"
+
+    def _what_stands(self) -> str:
+        return "; the last backup stands" if self._settings.writes else ""
 
     def _meet(self) -> None:
         if self._role.trains_together:
             self._cohort.barrier("preempted", seconds=_MEETING_SECONDS)
+
+
+def too_late(left: float | None, pace: Pace) -> str:
+    """Why a save is not begun."""
+    return f"{left or 0.0:.1f} s are left, and a save takes {pace.save_seconds or 0.0:.1f} s"

@@ -10,7 +10,8 @@ from keras_safe_ckpt.cluster.agreement import Request, agreement_in
 from keras_safe_ckpt.cluster.cohort import Cohort
 from keras_safe_ckpt.errors import AgreementError
 from keras_safe_ckpt.preemption.choosing import Choice
-from keras_safe_ckpt.preemption.desk import SAVE, STOP, NoticeDesk
+from keras_safe_ckpt.preemption.desk import SAVE, STOP, WITHDRAW, NoticeDesk
+from keras_safe_ckpt.preemption.leaving import Departure
 from keras_safe_ckpt.preemption.notices import Notice, Watcher
 from keras_safe_ckpt.preemption.pace import Pace
 from keras_safe_ckpt.preemption.signals import SignalWatcher
@@ -33,6 +34,7 @@ class Lookout:
         name: str = "preemption",
     ) -> None:
         self._agreement = agreement_in(cohort, name)
+        self._task = cohort.task
         self._signals = SignalWatcher(
             choice.signals, seconds=choice.seconds_after, is_wanted=is_wanted
         )
@@ -60,21 +62,33 @@ class Lookout:
         """What is due now; `AgreementError` if a worker does not answer."""
         if self._signals.unreported:
             self._signals.report()
-        return self._agreement.after_step()
+        due = self._agreement.after_step()
+        return self._learn_from(due) if due else due
 
     def at_end(self) -> tuple[Request, ...]:
-        """What is due since there are no more steps."""
+        """What is due since there are no more steps.
+
+        A notice that left time to train on is due now: what comes after training may take longer
+        than there is, and must find what was trained.
+        """
         self._signals.report()
-        return self._agreement.at_end()
+        pressing = self.desk.pressing
+        if pressing is not None:
+            self._ask(STOP, f"{pressing.source}: {pressing.reason}", pressing.seconds_left())
+        return self._learn_from(self._agreement.at_end())
 
     def ask_for_save(self, reason: str) -> None:
         """Of all workers, after the same step."""
-        self._ask(SAVE, reason)
+        self._ask(SAVE, reason, None)
 
     def answered(self) -> None:
         """Training stops: no signal is left without an effect."""
         self.desk.close()
         self._signals.answered()
+
+    def hand_signals_to(self, departure: Departure) -> None:
+        """From now to the end of the program, without a gap in which one could end it."""
+        departure.former = self._signals.hand_over(departure.on_signal)
 
     def close(self) -> None:
         """Stop watching; signals have the effect again that they had before."""
@@ -84,9 +98,19 @@ class Lookout:
         self._started.clear()
         self._agreement.close()
 
-    def _ask(self, purpose: str, reason: str) -> bool:
+    def _learn_from(self, due: tuple[Request, ...]) -> tuple[Request, ...]:
+        """What the others know of their ends; returns what is to be done."""
+        for request in due:
+            source = f"{request.task}, {request.reason}"
+            if request.purpose == WITHDRAW:
+                self.desk.forget(source)
+            elif request.deadline is not None and request.task != self._task:
+                self.desk.learn(Notice(source, "a notice", request.deadline))
+        return tuple(request for request in due if request.purpose != WITHDRAW)
+
+    def _ask(self, purpose: str, reason: str, seconds_left: float | None) -> bool:
         try:
-            return self._agreement.request(purpose, reason)
+            return self._agreement.request(purpose, reason, seconds_left=seconds_left)
         except AgreementError as gone:
             # Whoever carries the agreement has died, and the next step will say so.
             _log.warning("The workers cannot be asked to %s: %s", purpose, gone)
@@ -100,3 +124,9 @@ class Lookout:
 def stops(due: tuple[Request, ...]) -> Request | None:
     """The request to stop among those that are due."""
     return next((request for request in due if request.purpose == STOP), None)
+
+
+def ends_run(due: tuple[Request, ...]) -> Request | None:
+    """At the end of training also one to save, if it has a deadline: no other save will come."""
+    real = (request for request in due if request.deadline is not None)
+    return stops(due) or next(real, None)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import signal
-import sys
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,7 +12,7 @@ from keras_safe_ckpt.callbacks.preemption_run import PreemptionRun
 from keras_safe_ckpt.callbacks.preemption_settings import Settings
 from keras_safe_ckpt.cluster.multi_worker import warn_if_needed
 from keras_safe_ckpt.preemption.choosing import choose
-from keras_safe_ckpt.preemption.signals import end_now
+from keras_safe_ckpt.preemption.leaving import Departure, stay
 from keras_safe_ckpt.storage.keras_internals import import_keras
 from keras_safe_ckpt.storage.lock_backend import Locks
 from keras_safe_ckpt.storage.paths import absolute
@@ -87,6 +84,10 @@ class PreemptionAwareCallback(_Callback):  # type: ignore[misc]
         super().__init__()
         warn_if_needed()
         choice = choose(notices)
+        if not isinstance(directory, (str, os.PathLike)) or not os.fspath(directory):
+            raise ValueError(
+                f"Expected directory to be the path of a folder. Received: directory={directory!r}"
+            )
         self._settings = Settings(
             directory=str(absolute(directory)),
             save_freq=save_freq,
@@ -126,8 +127,9 @@ class PreemptionAwareCallback(_Callback):  # type: ignore[misc]
             self._run.begin()
         except BaseException:
             run, self._run = self._run, None
-            _forget(run)
-            run.close()
+            if run is not None:
+                _forget(run)
+                run.close()
             raise
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -159,6 +161,7 @@ class PreemptionAwareCallback(_Callback):  # type: ignore[misc]
     def on_test_begin(self, logs: Any = None) -> None:
         if self._run is None:
             self.preempted = None
+            stay()
             if self._watch is not None:  # Of an evaluation that has failed.
                 self._watch.close()
             self._watch = EvaluationWatch(self.model, self._settings, self._leave)
@@ -193,6 +196,7 @@ class PreemptionAwareCallback(_Callback):  # type: ignore[misc]
     def open_run(self) -> None:
         """Before the other callbacks hear that training begins."""
         self.preempted = None
+        stay()  # Whoever trains again does not leave.
         for other in list(_open_runs):
             if not other.is_running():
                 # Its `fit` has failed: the directory, the signals and the rest are free.
@@ -240,25 +244,25 @@ class PreemptionAwareCallback(_Callback):  # type: ignore[misc]
 
     # Leaving.
 
-    def _leave(self, reason: str) -> None:
+    def _leave(self, reason: str, departure: Departure | None) -> None:
         """The checkpoint is durable (or cannot be): end the program, or the `fit`."""
         self.preempted = reason
         _forget(self._run)
+        if departure is not None:
+            wait_for_all_writers()
+            departure.go()
         if self._settings.exit_fn is not None:
             wait_for_all_writers()
-            self._settings.exit_fn()
-        elif self._settings.on_preempted == "exit":
-            code = self._settings.exit_code
-            if threading.current_thread() is not threading.main_thread():
-                # SystemExit would end this thread only.
-                wait_for_all_writers()
-                end_now(code)
-            # A signal on the way out must not turn "start me again" into something else; a handler
-            # would be taken away by Python before the threads of TensorFlow have ended.
-            for number in self._settings.choice.signals:
-                signal.signal(number, signal.SIG_IGN)
-            sys.exit(code)
+            self._call_exit_fn(self._settings.exit_fn)
         self._stop_fit()
+
+    def _call_exit_fn(self, exit_fn: Callable[[], object]) -> None:
+        try:
+            exit_fn()
+        except SystemExit as end:
+            if end.code is None or isinstance(end.code, int):
+                Departure(end.code or 0).go()
+            raise
 
     def _stop_fit(self) -> None:
         """Let `fit` return, without showing the others an epoch that is not whole."""

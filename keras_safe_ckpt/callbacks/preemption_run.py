@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from keras_safe_ckpt.callbacks.last_save import LastSave
-from keras_safe_ckpt.callbacks.lookout import Lookout, stops
+from keras_safe_ckpt.callbacks.last_save import LastSave, too_late
+from keras_safe_ckpt.callbacks.lookout import Lookout, ends_run, stops
 from keras_safe_ckpt.callbacks.messages import say
 from keras_safe_ckpt.callbacks.preemption_settings import Settings
 from keras_safe_ckpt.callbacks.resuming import Resuming
@@ -25,6 +25,7 @@ from keras_safe_ckpt.cluster.agreement import Request
 from keras_safe_ckpt.cluster.membership import Membership
 from keras_safe_ckpt.cluster.roles import role_of
 from keras_safe_ckpt.errors import AgreementError
+from keras_safe_ckpt.preemption.leaving import Departure
 from keras_safe_ckpt.preemption.notices import Notice
 from keras_safe_ckpt.preemption.pace import Pace
 from keras_safe_ckpt.preemption.slurm import describe_job
@@ -32,18 +33,25 @@ from keras_safe_ckpt.storage.keras_internals import import_keras
 from keras_safe_ckpt.training.cadence import Cadence, EveryBatches, EveryEpoch, EverySeconds
 from keras_safe_ckpt.training.keras_fit import FitAround, find_fit, is_running
 from keras_safe_ckpt.training.position import Position, Progress
+from keras_safe_ckpt.training.progress_mark import ProgressMark
 from keras_safe_ckpt.training.run_state import Captured, RunState
 
 _log = logging.getLogger(__name__)
 
+_MARK = ".run-progress"
 #: How long the workers wait for each other at the end of training.
 _END_SECONDS = 3600.0
 
 
 class PreemptionRun:
-    """Begins when `fit` does. ``leave(reason)`` is called when the run is to end by a notice."""
+    """Begins when `fit` does. ``leave`` is called when it is to end by a notice: why, and how."""
 
-    def __init__(self, callback: Any, settings: Settings, leave: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        callback: Any,
+        settings: Settings,
+        leave: Callable[[str, Departure | None], None],
+    ) -> None:
         backend = import_keras().backend.backend()
         if backend != "tensorflow":
             raise ValueError(
@@ -67,6 +75,7 @@ class PreemptionRun:
         self._in_validation = False
         self._put_off: tuple[Request, ...] = ()
         self._is_tried_out = False
+        self._said_no_backup = False
 
     # Beginning: `open` before the other callbacks hear of it, `begin` after.
 
@@ -92,6 +101,8 @@ class PreemptionRun:
         self._cohort = place.cohort
         self._backups = place.backups
         self._events = place.backups.store.events
+        self._mark = ProgressMark(place.backups.directory / _MARK)
+        self._closing.callback(self._mark.close)
         if self._fit.callback_list is None:
             _log.warning(
                 "The list of callbacks was not found in this version of Keras: the state of the "
@@ -116,6 +127,7 @@ class PreemptionRun:
             cohort=self._cohort,
             restore=settings.restore if settings.writes else False,
             facts=facts,
+            reached=self._mark.read(),
             say=self._say,
         )
         self._closing.callback(self._resuming.close)
@@ -124,15 +136,6 @@ class PreemptionRun:
     def begin(self) -> None:
         """The others are ready: put everything where it was, and watch from now on."""
         with self._membership.others_told():
-            at = self._resuming.begin(self._history, self._callback)
-            self._progress.begin(at)
-            self._cadence = self._backup_cadence(at)
-            seconds = self._settings.save_every_seconds if self._settings.writes else None
-            self._clock = None if seconds is None else EverySeconds(seconds)
-            self._state.callbacks.begin_watching()
-            if self._settings.writes:
-                for reason in what_cannot_hold(self._model, self._fit):
-                    warnings.warn(reason, stacklevel=2)
             self._lookout = Lookout(
                 self._settings.choice,
                 self._cohort,
@@ -142,6 +145,20 @@ class PreemptionRun:
                 on_notice=self._on_notice,
             )
             self._closing.callback(self._lookout.close)
+            # The way back may be long.
+            self._lookout.start()
+            at = self._resuming.begin(self._history, self._callback, self._check_at_once)
+            self._progress.begin(at)
+            if self._leads and self._settings.writes:
+                self._mark.open()
+                self._mark.write(self._progress.total)
+            self._cadence = self._backup_cadence(at)
+            seconds = self._settings.save_every_seconds if self._settings.writes else None
+            self._clock = None if seconds is None else EverySeconds(seconds)
+            self._state.callbacks.begin_watching()
+            if self._settings.writes:
+                for reason in what_cannot_hold(self._model, self._fit):
+                    warnings.warn(reason, stacklevel=2)
             if self._role.trains_together:
                 self._guard_steps()
             self._events.record(
@@ -151,7 +168,6 @@ class PreemptionRun:
                 notices=str(self._settings.choice),
                 **describe_job(os.environ),
             )
-            self._lookout.start()
 
     # Boundaries, as Keras reports them.
 
@@ -173,6 +189,7 @@ class PreemptionRun:
             self._check_on_the_way()
             return
         self._progress.batch_ends(batch, logs)
+        self._mark.write(self._progress.total)
         if self._last_end is not None:
             self._pace.batch_took(time.perf_counter() - self._last_end)
         # Whatever happens to the others until all have agreed: this can be saved.
@@ -240,8 +257,12 @@ class PreemptionRun:
         if self._held is None:
             self.training_ends()
         due = self._lookout.at_end()
-        if due and self._act(due):
+        last = ends_run(due)
+        if last is not None:
+            self._stop(last)
             return
+        if due:
+            self._act(due)
         error: Exception | None = None
         try:
             self._finish()
@@ -277,11 +298,15 @@ class PreemptionRun:
         """Whether the run is over now."""
         request = stops(due)
         if request is None:
-            self._say(f"Saving, since {due[0].reason} ({due[0].task})")
             self._back_up(due[0].reason)
             return False
         self._stop(request)
         return True
+
+    def _check_at_once(self) -> None:
+        """On the way through epochs before, where there are no steps that all could agree on."""
+        if self._settings.exits and not self._role.trains_together:
+            self._check_on_the_way()
 
     def _check_on_the_way(self) -> None:
         """Nothing is new before the place is reached: the checkpoint it came from still stands."""
@@ -295,7 +320,10 @@ class PreemptionRun:
             return
         self._state.callbacks.warn_of_unknown()
         captured = self._held
-        if self._saver.is_saved(self._progress.now() if captured is None else captured.position):
+        at = self._progress.now() if captured is None else captured.position
+        if self._clock is not None:
+            self._clock.saved()
+        if self._saver.is_saved(at) or not self._is_time_to_save():
             return
         with self._membership.others_told():
             self._saver.wait()  # Memory holds one capture at a time.
@@ -303,8 +331,20 @@ class PreemptionRun:
             self._saver.save(captured, reason=reason, background=True)
         self._record("backup", captured.position, step=captured.step, reason=reason,
                      seconds=captured.seconds)  # fmt: skip
-        if self._clock is not None:
-            self._clock.saved()
+        self._say(
+            f"Saving {captured.position} in the background ({reason}; training waited "
+            f"{1e3 * captured.seconds:.1f} ms)"
+        )
+
+    def _is_time_to_save(self) -> bool:
+        """Whoever writes the checkpoint decides; without it, the parts of others do not count."""
+        left = self._lookout.desk.seconds_left()
+        if not self._leads or self._pace.can_save(left):
+            return True
+        if not self._said_no_backup:
+            self._said_no_backup = True
+            self._say(f"No more backups: {too_late(left, self._pace)}")
+        return False
 
     def _finish(self) -> None:
         self._saver.wait()
@@ -320,10 +360,13 @@ class PreemptionRun:
         began = time.perf_counter()
         held = self._held
         at = self._progress.now() if held is None else held.position
-        self._record("agreement", at, reason=request.reason, task=request.task)
-        self._say(f"Stopping after {at} ({request.reason}, {request.task})")
-        notice = self._lookout.desk.pressing
-        left = None if notice is None else notice.seconds_left()
+        waited = time.monotonic() - request.heard
+        self._record("agreement", at, reason=request.reason, task=request.task, seconds=waited)
+        self._say(f"Stopping after {at} ({request.reason}, {request.task}; {waited:.2f} s ago)")
+        if self._settings.writes:
+            self._state.callbacks.warn_of_unknown()
+        ends = (self._lookout.desk.seconds_left(), request.seconds_left())
+        left = min((seconds for seconds in ends if seconds is not None), default=None)
         outcome = self._last_save.together(lambda: held or self._capture(at), request.reason, left)
         self._end(request, at, outcome, time.perf_counter() - began)
 
@@ -340,13 +383,17 @@ class PreemptionRun:
         self._end(request, held.position, outcome, time.perf_counter() - began)
 
     def _end(self, request: Request, at: Position, outcome: str, seconds: float) -> None:
+        ending = self._settings.ending
         self._record("preempted", at, reason=request.reason, task=request.task, outcome=outcome,
-                     seconds=seconds)  # fmt: skip
-        self._say(f"{outcome[0].upper()}{outcome[1:]} ({seconds:.2f} s)")
+                     ending=ending, seconds=seconds)  # fmt: skip
+        self._say(f"{outcome[0].upper()}{outcome[1:]} ({seconds:.2f} s); {ending}")
+        departure = Departure(self._settings.exit_code) if self._settings.exits else None
+        if departure is not None:
+            self._lookout.hand_signals_to(departure)
         self.close()
         # All go, each by itself: that is not a failure to tell the others of.
         self._cohort.close()
-        self._leave(request.reason)
+        self._leave(request.reason, departure)
 
     def _try_out_capture(self) -> None:
         """Once, after the first batch: what cannot be captured is to be known now, not in hours."""

@@ -62,12 +62,27 @@ class Settings:
             self.grace_period is None or _is_seconds(self.grace_period),
             "grace_period", "seconds, 0 or more", self.grace_period,
         )  # fmt: skip
+        _require(
+            self.verbose in (0, 1, 2), "verbose", "0, 1 or 2", self.verbose,
+        )  # fmt: skip
         for name, function in (("exit_fn", self.exit_fn), ("save_fn", self.save_fn)):
             _require(function is None or callable(function), name, "a function", function)
         _require(
             self.locks is None or callable(getattr(self.locks, "exclusive", None)),
             "locks", "a LockManager or RedisLocks", self.locks,
         )  # fmt: skip
+
+    @property
+    def exits(self) -> bool:
+        """Whether a notice ends the program, with `exit_code`."""
+        return self.on_preempted == "exit" and self.exit_fn is None
+
+    @property
+    def ending(self) -> str:
+        """What a notice leads to, in words."""
+        if self.exits:
+            return f"exit code {self.exit_code}"
+        return "fit ends" if self.exit_fn is None else "exit_fn is called"
 
     @property
     def writes(self) -> bool:

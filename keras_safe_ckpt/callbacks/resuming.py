@@ -15,7 +15,13 @@ from keras_safe_ckpt.errors import CorruptCheckpointError, IncompatibleCheckpoin
 from keras_safe_ckpt.storage.shared_capture import is_current
 from keras_safe_ckpt.storage.snapshot import Snapshot, capture
 from keras_safe_ckpt.training.backups import Backup, Backups
-from keras_safe_ckpt.training.keras_fit import FitAround, begin_at_epoch, build_for, drop
+from keras_safe_ckpt.training.keras_fit import (
+    FitAround,
+    begin_at_epoch,
+    build_for,
+    drop,
+    is_built_whole,
+)
 from keras_safe_ckpt.training.position import FastForward, Position
 from keras_safe_ckpt.training.run_state import Restoring, RunState
 
@@ -30,7 +36,8 @@ class Resuming:
     """For one run: `open`, `begin`, then `epoch_begins` and `is_fast_forwarding` on the way.
 
     Without a checkpoint all of them do nothing. ``facts`` are compared with those of the
-    checkpoint; ``say`` tells the user.
+    checkpoint; ``reached`` is how many executions the run had made, if that is known; ``say``
+    tells the user.
     """
 
     def __init__(
@@ -44,6 +51,7 @@ class Resuming:
         cohort: Cohort | None,
         restore: bool | str,
         facts: Mapping[str, Any],
+        reached: int | None,
         say: Callable[[str], None],
     ) -> None:
         self._model = model
@@ -54,6 +62,7 @@ class Resuming:
         self._cohort = cohort if role.trains_together else None
         self._restore = restore
         self._facts = facts
+        self._reached = reached
         self._say = say
         self._restoring: Restoring | None = None
         self._loaded: Snapshot | None = None
@@ -92,9 +101,13 @@ class Resuming:
         self._loaded = capture(self._model)
         self._restoring.prepare_callbacks()
 
-    def begin(self, history: Any, callback: Any) -> Position:
-        """After the others have heard that training begins: their states, and the epoch."""
+    def begin(self, history: Any, callback: Any, check: Callable[[], None]) -> Position:
+        """After the others have heard that training begins: their states, and the epoch.
+
+        ``check`` is called now and then on the way, and may raise `SystemExit`.
+        """
         self._callback = callback
+        self._check = check
         restoring = self._restoring
         if restoring is None:
             return self.position
@@ -107,7 +120,7 @@ class Resuming:
             begin_at_epoch(self._model, last if position.ended else position.epoch),
         )
         if self._fit.epochs is not None:
-            self._fit.epochs.replay(position.finished, self._tick)
+            self._fit.epochs.replay(position.finished, self._tick_and_check)
         if not position.executions:
             self._loaded = None
             restoring.restore_random()
@@ -172,16 +185,17 @@ class Resuming:
             return self._backups.newest()
         if self._role.chief:
             found = self._backups.newest()
-            self._cohort.put("preemption/resume", [None if found is None else found.path.name])
+            name = None if found is None else found.path.name
+            self._cohort.put("preemption/resume", [name, self._reached])
             return found
         word = self._cohort.await_word("preemption/resume", _CHOICE_SECONDS)
-        name = None if word is None else word[0]
+        name, self._reached = (None, None) if word is None else word
         return None if name is None else self._backups.named(name)
 
     # Going there.
 
     def _build(self) -> None:
-        if self._model.built:
+        if is_built_whole(self._model):
             return
         epochs = self._fit.epochs
         spec = None if epochs is None else epochs.element_spec()
@@ -199,6 +213,10 @@ class Resuming:
         count, batch = drop(iterator, steps)
         self._tick(count)
         return count, batch
+
+    def _tick_and_check(self, batches: int) -> None:
+        self._tick(batches)
+        self._check()
 
     def _tick(self, batches: int) -> None:
         now = time.perf_counter()
@@ -259,7 +277,7 @@ class Resuming:
     def _arrived(self, dropped: int) -> None:
         seconds = time.perf_counter() - self._began
         backup, document = self._backup, self._backup.document
-        after_notice = self._is_where_it_stopped()
+        repeated = self._batches_repeated()
         self._backups.store.events.record(
             "resume",
             file=backup.path.name,
@@ -269,24 +287,24 @@ class Resuming:
             reason=document.get("reason"),
             degraded=document.get("missing"),
             dropped=dropped,
-            repeated=0 if after_notice else None,
+            repeated=repeated,
             seconds=seconds,
         )
-        lost = "0 batches are repeated" if after_notice else "what came after it is repeated"
+        lost = "what came after it is repeated"
+        if repeated is not None:
+            lost = "1 batch is repeated" if repeated == 1 else f"{repeated} batches are repeated"
         degraded = f", degraded: without {document['missing']}" if document.get("missing") else ""
         self._say(
             f"Resumed at {self.position} from {backup.path.name} ({document.get('reason')}"
             f"{degraded}); {lost} ({seconds:.2f} s)"
         )
 
-    def _is_where_it_stopped(self) -> bool:
-        """Whether the run before had come exactly here when it ended by a notice."""
-        stopped = None
-        for event in self._backups.store.events.read():
-            if event["event"] in ("preempted", "backup"):
-                stopped = event if event["event"] == "preempted" else None
-        place = (self.position.epoch, self.position.batch)
-        return stopped is not None and (stopped.get("epoch"), stopped.get("batch")) == place
+    def _batches_repeated(self) -> int | None:
+        """How many the run before had finished beyond this place; None if it is not known."""
+        if self._reached is None or self._reached < self.position.total:
+            return None
+        steps = int(self._facts["steps_per_execution"])
+        return (self._reached - self.position.total) * steps
 
     def _show_others(self) -> None:
         hidden, self._hidden = self._hidden, None

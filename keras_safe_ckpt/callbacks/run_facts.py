@@ -14,7 +14,7 @@ from keras_safe_ckpt.training.backups import Backup
 from keras_safe_ckpt.training.keras_fit import FitAround
 from keras_safe_ckpt.training.position import Position
 from keras_safe_ckpt.training.random_states import global_seed_is_set
-from keras_safe_ckpt.training.state import unbuilt_optimizers
+from keras_safe_ckpt.training.state import unbuilt_optimizers, unknown_variables
 
 _DATA_NOT_FOUND = (
     "The data of `fit` was not found in this version of Keras: after a restart an epoch begins "
@@ -53,6 +53,12 @@ def what_cannot_hold(model: Any, fit: FitAround) -> list[str]:
         reasons.append(
             f"The model has optimizers that are not built yet: {', '.join(unbuilt)}. A restarted "
             "run could not load their state. Call optimizer.build(variables) on each before fit."
+        )
+    unknown = unknown_variables(model)
+    if unknown:
+        reasons.append(
+            f"The model holds plain tf.Variables, which Keras does not save: {', '.join(unknown)}. "
+            "After a restart they begin anew. Use self.add_weight(...) or keras.Variable."
         )
     return [reason for reason in reasons if reason is not None]
 

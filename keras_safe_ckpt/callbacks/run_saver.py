@@ -38,7 +38,7 @@ class RunSaver:
         self._cohort = cohort if role.trains_together else None
         self._pace = pace
         self._run = run
-        self._saves = 0
+        self._name = ""
         self._writer = BackgroundWriter()
         self._last: Position | None = None
 
@@ -56,17 +56,12 @@ class RunSaver:
         facts: Mapping[str, Any] | None = None,
     ) -> None:
         """``missing`` workers are known to be gone: nobody waits for them, nor for a chief."""
-        number = self._saves
-        self._saves += 1
-        document = {
-            **captured.document,
-            **(facts or {}),
-            "reason": reason,
-            "save": f"{self._run}-{number}",
-        }
+        # By the place, and not by a count: not all workers may have begun the same saves.
+        name = self._name = f"{self._run}-{captured.position.name}"
+        document = {**captured.document, **(facts or {}), "reason": reason, "save": name}
 
         def job() -> None:
-            self._write(captured, document, number, missing)
+            self._write(captured, document, name, missing)
 
         self._last = None  # Until it is submitted: an error of the one before comes first.
         if background:
@@ -81,7 +76,7 @@ class RunSaver:
         if newest is None:
             return False
         newest.close()
-        return newest.document.get("save") == f"{self._run}-{self._saves - 1}"
+        return newest.document.get("save") == self._name
 
     def poll(self) -> None:
         """Raise what went wrong in the background."""
@@ -97,7 +92,7 @@ class RunSaver:
         self,
         captured: Captured,
         document: dict[str, Any],
-        number: int,
+        name: str,
         missing: tuple[str, ...],
     ) -> None:
         began = time.perf_counter()
@@ -113,9 +108,9 @@ class RunSaver:
                 self._backups.publish(
                     own, document, captured.arrays, worker=self._role.number, **place
                 )
-                self._cohort.put(f"parts/{number}/{self._cohort.task}", True)
+                self._cohort.put(f"parts/{name}/{self._cohort.task}", True)
                 return
-            missing = self._missing_parts(self._cohort, number)
+            missing = self._missing_parts(self._cohort, name)
         document["missing"] = list(missing)
         document["degraded"] = bool(missing)
         if missing:
@@ -127,13 +122,13 @@ class RunSaver:
         self._backups.publish(captured.snapshot, document, captured.arrays, **place)
         self._pace.save_took(time.perf_counter() - began)
 
-    def _missing_parts(self, cohort: Cohort, number: int) -> tuple[str, ...]:
-        cohort.put(f"parts/{number}/{cohort.task}", True)
+    def _missing_parts(self, cohort: Cohort, name: str) -> tuple[str, ...]:
+        cohort.put(f"parts/{name}/{cohort.task}", True)
         try:
-            _, missing = cohort.collect(f"parts/{number}", _PART_SECONDS)
+            _, missing = cohort.collect(f"parts/{name}", _PART_SECONDS)
         except AgreementError as gone:
             missing = [
-                task for task in cohort.members if not _has_posted(cohort, f"parts/{number}/{task}")
+                task for task in cohort.members if not _has_posted(cohort, f"parts/{name}/{task}")
             ]
             _log.warning("A worker has failed during a save: %s", gone)
         return tuple(missing)

@@ -19,9 +19,11 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from keras_safe_ckpt.cluster.cohort import Cohort
 from keras_safe_ckpt.errors import AgreementError
@@ -32,24 +34,42 @@ _log = logging.getLogger(__name__)
 _MARGIN_SECONDS = 5.0
 _SLICE_SECONDS = 1.0
 #: The last entry of a log.
-_END: list[str] = []
+_END: list[Any] = []
 
 
-class Request(NamedTuple):
-    """Who wants all to do what, and (in words) why."""
+@dataclass(frozen=True)
+class Request:
+    """Who wants all to do what, and (in words) why.
+
+    ``deadline`` is until when, if that is known, and ``heard`` is when this process heard of it,
+    both in the time of `time.monotonic` here.
+    """
 
     purpose: str
     reason: str
     task: str
+    deadline: float | None = field(default=None, compare=False)
+    heard: float = field(default_factory=time.monotonic, compare=False)
+
+    @classmethod
+    def within(cls, purpose: str, reason: str, task: str, seconds: float | None) -> Request:
+        """One that was just heard of, with so many seconds to its deadline."""
+        now = time.monotonic()
+        return cls(purpose, reason, task, None if seconds is None else now + seconds, now)
+
+    def seconds_left(self) -> float | None:
+        """Until the deadline, 0 at the least; None if it is not known."""
+        return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
 
 
 class Agreement(Protocol):
     """Turns requests that come at any moment into a step after which all workers act."""
 
-    def request(self, purpose: str, reason: str) -> bool:
+    def request(self, purpose: str, reason: str, *, seconds_left: float | None = None) -> bool:
         """Ask all workers, this one included; False if training has ended on one of them.
 
-        From any thread, but not from a signal handler.
+        ``seconds_left`` is how long there is to do it. From any thread, but not from a signal
+        handler.
         """
 
     @property
@@ -74,10 +94,10 @@ class LocalAgreement:
         self._requests: deque[Request] = deque()
         self._closed = False
 
-    def request(self, purpose: str, reason: str) -> bool:
+    def request(self, purpose: str, reason: str, *, seconds_left: float | None = None) -> bool:
         if self._closed:
             return False
-        self._requests.append(Request(purpose, reason, self._task))
+        self._requests.append(Request.within(purpose, reason, self._task, seconds_left))
         return True
 
     @property
@@ -131,8 +151,8 @@ class ClusterAgreement:
         cohort.on_failure(self._give_up)
         _in_background(self._read_log)
 
-    def request(self, purpose: str, reason: str) -> bool:
-        return self._append([purpose, reason, self._cohort.task])
+    def request(self, purpose: str, reason: str, *, seconds_left: float | None = None) -> bool:
+        return self._append([purpose, reason, self._cohort.task, seconds_left])
 
     @property
     def expects(self) -> bool:
@@ -166,7 +186,7 @@ class ClusterAgreement:
         except AgreementError as gone:
             _log.debug("Closed without the store: %s", gone)  # Its reader knows, too.
 
-    def _append(self, entry: list[str]) -> bool:
+    def _append(self, entry: list[Any]) -> bool:
         for number in itertools.count():
             if self._cohort.put(f"{self._name}/log/{number}", entry):
                 return True
@@ -174,7 +194,7 @@ class ClusterAgreement:
                 return False
         raise AssertionError("unreachable")
 
-    def _entry(self, number: int) -> list[str]:
+    def _entry(self, number: int) -> list[Any]:
         while True:
             entry = self._cohort.get(f"{self._name}/log/{number}", _SLICE_SECONDS)
             if entry is not None:
@@ -201,7 +221,7 @@ class ClusterAgreement:
                 entry = self._entry(number)
                 if entry == _END:
                     return
-                round = _Round(number, Request(*entry))
+                round = _Round(number, Request.within(*entry))
                 self._rounds.append(round)
                 # On a thread of its own: the next request does not wait for this one.
                 _in_background(self._settle, round)

@@ -12,23 +12,24 @@ from keras_safe_ckpt.preemption.pace import Pace
 
 _log = logging.getLogger(__name__)
 
-#: What all workers are asked to do after the same step.
-STOP, SAVE = "stop", "save"
+#: What all workers are asked to do after the same step. What was asked for may be withdrawn.
+STOP, SAVE, WITHDRAW = "stop", "save", "withdraw"
 
 
 class NoticeDesk:
     """Turns notices into requests: stop at once, or save now and stop in time.
 
-    ``ask(purpose, reason)`` requests something of all workers, and says whether anybody trains
-    that could do it. ``unanswered(notice)`` is called when nobody has stopped by the deadline.
-    ``grace_seconds`` replaces the deadline of every notice.
+    ``ask(purpose, reason, seconds_left)`` requests something of all workers, and says whether
+    anybody trains that could do it. ``unanswered(notice)`` is called when nobody has stopped by
+    the deadline. ``grace_seconds`` replaces the deadline of every notice; 0 is what it is for
+    TensorFlow: stop at once, there is no telling how long there is.
     """
 
     def __init__(
         self,
         pace: Pace,
         *,
-        ask: Callable[[str, str], bool],
+        ask: Callable[[str, str, float | None], bool],
         on_notice: Callable[[Notice], None],
         unanswered: Callable[[Notice], None],
         grace_seconds: float | None = None,
@@ -53,9 +54,15 @@ class NoticeDesk:
         return min(real, key=lambda n: n.received if n.deadline is None else n.deadline,
                    default=None)  # fmt: skip
 
+    def seconds_left(self) -> float | None:
+        """Until the earliest end that is known."""
+        pressing = self.pressing
+        return None if pressing is None else pressing.seconds_left()
+
     def tell(self, notice: Notice) -> None:
         if self._grace is not None and not notice.advisory:
-            notice = replace(notice, deadline=notice.received + self._grace)
+            deadline = notice.received + self._grace if self._grace else None
+            notice = replace(notice, deadline=deadline)
         with self._turn:
             if self._over:
                 return
@@ -83,13 +90,31 @@ class NoticeDesk:
         self._request(SAVE, notice)
         self._arm(self._stop_timers, notice.source, seconds, lambda: self._stop(notice))
 
+    def learn(self, notice: Notice) -> None:
+        """Another worker has it, and has asked for a save: plan for its end here as well.
+
+        Whoever writes knows best how long that takes, and the first to ask all to stop is heard.
+        """
+        with self._turn:
+            if self._over:
+                return
+            self._cancel(notice.source)
+            self._notices[notice.source] = notice
+        seconds = self._pace.seconds_to_train(notice.seconds_left())
+        self._arm(self._stop_timers, notice.source, seconds, lambda: self._stop(notice))
+
     def withdraw(self, source: str) -> None:
         """The end does not come; if training was not asked to stop yet, it goes on."""
-        with self._turn:
-            notice = self._notices.pop(source, None)
-            self._cancel(source)
+        notice = self.forget(source)
         if notice is not None and not notice.advisory:
             _log.warning("The notice was withdrawn: %s", notice)
+            self._request(WITHDRAW, notice)
+
+    def forget(self, source: str) -> Notice | None:
+        """What this source has said does not hold any more; returns what it was."""
+        with self._turn:
+            self._cancel(source)
+            return self._notices.pop(source, None)
 
     def close(self) -> None:
         """Training has ended, or has come to where it stops: nothing is to be asked for."""
@@ -107,7 +132,8 @@ class NoticeDesk:
             self._too_late(notice)
 
     def _request(self, purpose: str, notice: Notice) -> bool:
-        return self._ask(purpose, f"{notice.source}: {notice.reason}")
+        left = None if notice.advisory else notice.seconds_left()
+        return self._ask(purpose, f"{notice.source}: {notice.reason}", left)
 
     def _too_late(self, notice: Notice) -> None:
         with self._turn:

@@ -17,8 +17,6 @@ ENDPOINT_VARIABLE = "GCE_METADATA_HOST"
 
 _INSTANCE = "/computeMetadata/v1/instance/"
 _FLAVOR = {"Metadata-Flavor": "Google"}
-#: What batch systems take for "ended by SIGTERM, start it again".
-_EXIT_CODE = 143
 _PREEMPTION_SECONDS = 30.0
 #: Machines with accelerators are told up to an hour ahead, others a minute.
 _MAINTENANCE_SECONDS = 60.0
@@ -54,7 +52,7 @@ def gcp_watchers(
 
 
 def _notice(source: str, reason: str, seconds: float) -> Notice:
-    return Notice(source, reason, deadline=time.monotonic() + seconds, exit_code=_EXIT_CODE)
+    return Notice(source, reason, deadline=time.monotonic() + seconds)
 
 
 def _value(client: MetadataClient, name: str, expected: tuple[str, ...]) -> str:

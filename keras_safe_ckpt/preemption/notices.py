@@ -18,15 +18,13 @@ class Notice:
     """Who says it, why, and when the machine will be gone (in the time of `time.monotonic`).
 
     Without a ``deadline`` it may be gone at any moment. ``advisory``: it may not come to it; a
-    checkpoint is worth having, and training goes on. ``exit_code`` is what the platform takes for
-    "start me again", if it has one of its own.
+    checkpoint is worth having, and training goes on.
     """
 
     source: str
     reason: str
     deadline: float | None = None
     advisory: bool = False
-    exit_code: int | None = None
     received: float = field(default_factory=time.monotonic)
 
     def seconds_left(self) -> float | None:

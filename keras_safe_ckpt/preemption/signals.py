@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 DEFAULT_GRACE_SECONDS = 30.0
 
 #: A signal to a job comes twice where its launcher forwards it: srun does. That is one notice.
-_ECHO_SECONDS = 0.5
+ECHO_SECONDS = 0.5
 
 _said_off_main_thread = False
 
@@ -61,11 +61,11 @@ if hasattr(os, "register_at_fork"):
 class SignalWatcher:
     """Takes the given signals for notices, while it watches.
 
-    The first one is reported, and the handler that was there before is called, too; if that one
-    wants to end the program, it has to wait until the checkpoint is there. A second one (other
-    than an echo of the first), or one that comes when ``is_wanted(frame)`` says that nobody trains
-    any more, has the effect that it had before. ``seconds(number)`` is how long the machine has
-    after a signal.
+    The first one of each kind is reported, and the handler that was there before is called, too;
+    if that one wants to end the program, it has to wait until the checkpoint is there. A second
+    one (other than an echo of the first), or one that comes when ``is_wanted(frame)`` says that
+    nobody trains any more, has the effect that it had before. ``seconds(number)`` is how long the
+    machine has after a signal.
     """
 
     name = "signals"
@@ -81,8 +81,8 @@ class SignalWatcher:
         self._seconds = seconds
         self._is_wanted = is_wanted
         self._previous: dict[int, Any] = {}
-        self._received: int | None = None
-        self._since = 0.0
+        #: When the first one of each kind came.
+        self._received: dict[int, float] = {}
         self._desk: Desk | None = None
         self._news: deque[tuple[int, float]] = deque()
         #: What came, and whoever acts on it has not heard of to the end.
@@ -99,7 +99,7 @@ class SignalWatcher:
             return
         if not self.signals:
             return
-        self._received = None
+        self._received = {}
         self._is_answered = False
         self._desk = desk
         for number in self.signals:
@@ -121,8 +121,8 @@ class SignalWatcher:
         if threading.current_thread() is threading.main_thread():
             self.give_back()
         self._wake.put(False)
-        if self._received is not None and not self._is_answered:
-            os.kill(os.getpid(), self._received)
+        if self._received and not self._is_answered:
+            os.kill(os.getpid(), self._last())
 
     def give_back(self) -> None:
         """The handlers that were there before, on the main thread; a forked child has them, too."""
@@ -131,13 +131,30 @@ class SignalWatcher:
                 signal.signal(number, previous if previous is not None else signal.SIG_DFL)
         self._previous.clear()
 
+    def hand_over(self, handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
+        """Let ``handler`` have the signals from now on; returns the handlers that were there."""
+        if threading.current_thread() is not threading.main_thread():
+            return {}
+        former, self._previous = self._previous, {}
+        taken = {
+            number: previous
+            for number, previous in former.items()
+            if signal.getsignal(number) == self._receive
+        }
+        for number in taken:
+            signal.signal(number, handler)
+        if self in _watching:
+            _watching.remove(self)
+        self._wake.put(False)
+        return taken
+
     def answered(self) -> None:
         """What came is being acted on."""
         self._is_answered = True
 
     def fall_through(self) -> None:
         """The notice was not answered: let the signal do what it did before; from any thread."""
-        number = self._received
+        number = self._last() if self._received else None
         if number is None or number not in self._previous:
             return
         _log.error(
@@ -150,14 +167,18 @@ class SignalWatcher:
         now = time.monotonic()
         if not self._is_wanted(frame):
             self._have_the_former_effect(number, frame)
-        elif self._received is None:
-            self._received, self._since = number, now
+        elif number not in self._received:
+            # Another one than before is news, too: SLURM warns by SIGUSR1, and then means it.
+            self._received[number] = now
             self.unreported += 1
             self._news.append((number, now))
             self._wake.put(True)
             self._call_former_handler(number, frame)
-        elif number != self._received or now - self._since > _ECHO_SECONDS:
+        elif now - self._received[number] > ECHO_SECONDS:
             self._have_the_former_effect(number, frame)
+
+    def _last(self) -> int:
+        return max(self._received, key=self._received.__getitem__)
 
     def _call_former_handler(self, number: int, frame: FrameType | None) -> None:
         previous = self._previous.get(number)
@@ -167,6 +188,9 @@ class SignalWatcher:
             previous(number, frame)
         except (SystemExit, KeyboardInterrupt) as end:
             _log.info("The former handler of %s ends the program (%r) after the save.", number, end)
+        except Exception:  # noqa: BLE001  # logged
+            # It would go through `fit`, and there would be no checkpoint of this batch.
+            _log.exception("The former handler of signal %s has failed; it stops nothing.", number)
 
     def _have_the_former_effect(self, number: int, frame: FrameType | None) -> None:
         previous = self._previous.get(number, signal.SIG_DFL)

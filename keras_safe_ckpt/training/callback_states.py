@@ -155,6 +155,11 @@ def _give(callback: Any, state: Any) -> None:
     if has_state_methods(callback):
         callback.set_state(state)
         return
+    if _is_keras(callback, "CSVLogger"):
+        keys = state.get("keys") if isinstance(state, Mapping) else None
+        if isinstance(keys, list) and all(isinstance(key, str) for key in keys):
+            callback.keys = keys
+        return
     for name, attributes in _ATTRIBUTES.items():
         if _is_keras(callback, name):
             for key in attributes:  # Those only: a file must not set anything else.
@@ -164,12 +169,17 @@ def _give(callback: Any, state: Any) -> None:
 
 
 def _file_state(logger: Any) -> dict[str, Any]:
+    """How long the file is, and what its columns are, which Keras takes from the first line."""
     file = getattr(logger, "csv_file", None)
-    if file is None or getattr(file, "closed", True):
-        size = os.path.getsize(logger.filename) if os.path.exists(logger.filename) else 0
-        return {"size": size}
-    file.flush()
-    return {"size": os.path.getsize(logger.filename)}
+    try:
+        if file is None or getattr(file, "closed", True):
+            size = os.path.getsize(logger.filename)
+        else:
+            file.flush()
+            size = os.fstat(file.fileno()).st_size
+    except (OSError, ValueError):
+        size = 0
+    return {"size": size, "keys": getattr(logger, "keys", None)}
 
 
 def _continue_file(logger: Any, state: Any) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from keras_safe_ckpt.storage.dtypes import dtype_to_name
+
 #: What JSON cannot tell apart is written as an object with one of these keys alone.
 _ARRAY, _TUPLE, _MAPPING, _SCALAR = "<array>", "<tuple>", "<mapping>", "<scalar>"
 _TAGS = (_ARRAY, _TUPLE, _MAPPING, _SCALAR)
@@ -79,4 +81,6 @@ def decode(value: Any, arrays: Mapping[str, Any]) -> Any:
 def _is_array(value: Any) -> bool:
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         return False
-    return np.asarray(value).dtype.kind not in "OUMmV"
+    dtype = np.asarray(value).dtype
+    # bfloat16 and its kin are of kind V, as records are.
+    return dtype.kind not in "OUMmV" or dtype_to_name(dtype) == dtype.name

@@ -15,7 +15,17 @@ from types import CodeType, FrameType
 from typing import Any
 
 from keras_safe_ckpt.storage.keras_internals import import_keras
+from keras_safe_ckpt.training.state import layers_of
 
+#: The datasets of TensorFlow whose iterator makes those of its inputs at once, and once.
+_DRAWN_AT_THE_BEGINNING = frozenset(
+    f"{name}Dataset"
+    for name in (
+        "Batch", "Filter", "Map", "Options", "PaddedBatch",
+        "ParallelBatch", "ParallelMap", "Prefetch", "Shard", "Shuffle", "Skip", "Take", "TakeWhile",
+        "Unbatch", "Zip",
+    )
+) | {"DistributedDataset", "DistributedDatasetsFromFunction"}  # fmt: skip
 #: What the iterator of `fit` must have for its epochs to be gone through again.
 _NEEDED = ("catch_stop_iteration", "steps_per_execution", "steps_per_epoch", "data_adapter")
 
@@ -76,6 +86,11 @@ class EpochsOfFit:
         return bool(self._iterator.steps_per_epoch) or self.is_generator or threads
 
     @property
+    def must_be_read(self) -> bool:
+        """Whether an epoch has to be read to its end for the next one to be in its order."""
+        return self.continues or _draws_on_the_way(self._dataset())
+
+    @property
     def is_generator(self) -> bool:
         return type(self._adapter).__name__ == "GeneratorDataAdapter"
 
@@ -125,6 +140,16 @@ class EpochsOfFit:
                 "both are parts of one shuffled dataset). Do not shuffle it, or use "
                 "shuffle(..., reshuffle_each_iteration=False)."
             )
+        kind, own = import_keras().utils.PyDataset, type(self._validation)
+        if issubclass(own, kind) and any(
+            getattr(own, hook, None) is not getattr(kind, hook, None)
+            for hook in ("on_epoch_begin", "on_epoch_end")
+        ):
+            return (
+                "The validation data is a PyDataset with on_epoch_begin or on_epoch_end of its "
+                "own. A restarted run does not call them for the validations before: if they "
+                "change the data, validation metrics differ."
+            )
         return None
 
     def element_spec(self) -> Any:
@@ -136,20 +161,23 @@ class EpochsOfFit:
         """Go through finished epochs again, of so many executions each, without training.
 
         Where each epoch begins anew, no batch is read: an iterator is made and dropped, as `fit`
-        would, which is what seeded shuffles and `PyDataset.on_epoch_end` go by.
+        would, which is what seeded shuffles and `PyDataset.on_epoch_end` go by. ``tick`` is called
+        now and then, with how many were read.
         """
+        must_be_read = self.must_be_read
         for count in executions:
+            tick(0)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # "Your input ran out of data", a second time.
                 with self._iterator.catch_stop_iteration():
-                    self._replay_epoch(count, tick)
+                    self._replay_epoch(count, tick, must_be_read)
 
-    def _replay_epoch(self, count: int, tick: Callable[[int], None]) -> None:
+    def _replay_epoch(self, count: int, tick: Callable[[int], None], must_be_read: bool) -> None:
         for done, (_, _, iterator) in enumerate(self._iterator):
             if done >= count:
                 # Of data of unknown length Keras learns the length by asking once too often.
                 raise StopIteration
-            if self.continues:
+            if must_be_read:
                 tick(drop(iterator, self._iterator.steps_per_execution)[0])
 
     def _dataset(self) -> Any:
@@ -170,6 +198,11 @@ def drop(iterator: Any, count: int) -> tuple[int, Any]:
             break
         dropped += 1
     return dropped, batch
+
+
+def is_built_whole(model: Any) -> bool:
+    """Also its layers: a model that is told to build itself may leave them for later."""
+    return bool(model.built) and all(layer.built for layer in layers_of(model))
 
 
 def build_for(model: Any, batch: Any) -> str | None:
@@ -213,9 +246,27 @@ def _chain(dataset: Any) -> Iterator[Any]:
     if dataset is None:
         return
     yield dataset
-    inputs = getattr(dataset, "_inputs", None)
-    for source in inputs() if callable(inputs) else ():
+    for source in _sources(dataset):
         yield from _chain(source)
+
+
+def _sources(dataset: Any) -> Sequence[Any]:
+    inputs = getattr(dataset, "_inputs", None)
+    if callable(inputs):
+        return list(inputs())
+    # One that a strategy has distributed.
+    original = getattr(dataset, "_original_dataset", None)
+    return getattr(dataset, "_datasets", ()) if original is None else [original]
+
+
+def _draws_on_the_way(dataset: Any, is_plain: bool = True) -> bool:
+    """Whether an order is drawn while an epoch is read, and not when it begins."""
+    if dataset is None:
+        return False
+    if not is_plain and _reshuffles(dataset):
+        return True
+    is_plain = is_plain and type(dataset).__name__.lstrip("_") in _DRAWN_AT_THE_BEGINNING
+    return any(_draws_on_the_way(source, is_plain) for source in _sources(dataset))
 
 
 def _reshuffles(dataset: Any) -> bool:

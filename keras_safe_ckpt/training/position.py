@@ -27,6 +27,11 @@ class Position:
     stopping: bool = False
     ended: bool = False
 
+    @property
+    def total(self) -> int:
+        """Executions from the beginning of the run."""
+        return sum(self.finished) + self.executions
+
     def after_epoch(self, epoch: int) -> Position:
         return Position(
             epoch + 1,
@@ -35,11 +40,13 @@ class Position:
             ended=self.stopping,
         )
 
-    def same_place(self, other: Position | None) -> bool:
-        return other is not None and self._place() == other._place()
+    @property
+    def name(self) -> str:
+        """The same for the same place."""
+        return f"{self.epoch}-{self.executions}" + ("-end" if self.ended else "")
 
-    def _place(self) -> tuple[int, int, bool]:
-        return self.epoch, self.executions, self.ended
+    def same_place(self, other: Position | None) -> bool:
+        return other is not None and self.name == other.name
 
     def __str__(self) -> str:
         if self.ended:
@@ -55,6 +62,7 @@ class Progress:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._at = Position()
+        self._before = 0
         # Of the epoch that runs, kept apart since they change with each batch.
         self._executions, self._batch = 0, 0
         self._logs: Mapping[str, Any] = {}
@@ -68,10 +76,16 @@ class Progress:
             stopping=bool(self._model.stop_training),
         )
 
+    @property
+    def total(self) -> int:
+        """`Position.total` of now, at less cost."""
+        return self._before + self._executions
+
     def begin(self, at: Position) -> None:
         """``trained`` is for those who save it: this one is on its way."""
         self._at = replace(at, trained=False)
         self._executions, self._batch, self._logs = at.executions, at.batch, at.logs
+        self._before = sum(at.finished)
 
     def epoch_begins(self, epoch: int, *, anew: bool) -> None:
         """Not ``anew``: it goes on where it was interrupted."""
@@ -87,6 +101,7 @@ class Progress:
 
     def epoch_ends(self, epoch: int) -> None:
         self._at = self.now().after_epoch(epoch)
+        self._before = sum(self._at.finished)
         self._clear()
 
     def training_ends(self) -> None:

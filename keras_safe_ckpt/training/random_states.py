@@ -46,7 +46,7 @@ def capture_random() -> dict[str, Any]:
 
 
 def restore_random(states: dict[str, Any]) -> None:
-    """What `capture_random` found. A generator that the process does not have is left out."""
+    """What `capture_random` found. One that the process does not use yet is made for it."""
     python = states["python"]
     random.setstate(_python_state(python))
     numpy = states["numpy"]
@@ -60,12 +60,14 @@ def restore_random(states: dict[str, Any]) -> None:
         source = getattr(context, "_rng", None)
         if isinstance(source, random.Random):
             source.setstate(_python_state(known))
-    generator = _tensorflow_generator()
-    if generator is not None and "tensorflow_generator" in states:
-        generator.state.assign(states["tensorflow_generator"])
-    seed = _keras_generator()
-    if seed is not None and "keras" in states:
-        seed.state.assign(states["keras"])
+    if "tensorflow_generator" in states:
+        generator = _tensorflow_generator(make=True)
+        if generator is not None:
+            generator.state.assign(states["tensorflow_generator"])
+    if "keras" in states:
+        seed = _keras_generator(make=True)
+        if seed is not None:
+            seed.state.assign(states["keras"])
 
 
 def check_random(states: dict[str, Any]) -> None:
@@ -97,19 +99,27 @@ def _tensorflow_context() -> Any:
     return context()
 
 
-def _tensorflow_generator() -> Any:
-    """The global one, if the program uses it; asking for it in public would make one."""
+def _tensorflow_generator(*, make: bool = False) -> Any:
+    """The global one, if the program uses it; asking for it in public would ``make`` one."""
     try:
         from tensorflow.python.ops import stateful_random_ops
     except ImportError:
         return None
+    if make:
+        return stateful_random_ops.get_global_generator()
     return getattr(stateful_random_ops, "global_generator", None)
 
 
-def _keras_generator() -> Any:
-    """The one that Keras's random functions use without a seed, if there is one."""
+def _keras_generator(*, make: bool = False) -> Any:
+    """The one that Keras's random functions use without a seed, if there is one.
+
+    It is made when a step is traced that uses it, which after a restart is later than this.
+    """
     try:
         from keras.src.backend.common import global_state
+        from keras.src.random.seed_generator import global_seed_generator
     except ImportError:
         return None
+    if make:
+        return global_seed_generator()
     return global_state.get_global_attribute("global_seed_generator")

@@ -76,9 +76,43 @@ def unbuilt_optimizers(model: Any) -> list[str]:
     kind = import_keras().optimizers.Optimizer
     return [
         name
-        for name, value in vars(model).items()
+        for name, value in _held_by(model)
         if isinstance(value, kind) and value is not model.optimizer and not value.built
     ]
+
+
+def unknown_variables(model: Any) -> list[str]:
+    """Plain variables of TensorFlow that a model holds, and that Keras does not know of."""
+    import tensorflow as tf
+
+    return [name for name, value in _held_by(model) if isinstance(value, tf.Variable)]
+
+
+def _held_by(model: Any) -> Iterator[tuple[str, Any]]:
+    """The attributes of a model and its layers, and what is in lists and dictionaries of them."""
+    for layer in layers_of(model):
+        prefix = "" if layer is model else f"{layer.name}."
+        for name, value in list(vars(layer).items()):
+            # Private ones are Keras's, and hold again what others do.
+            if not name.startswith("_"):
+                yield from _unfolded(f"{prefix}{name}", value)
+
+
+def _unfolded(name: str, value: Any, depth: int = 3) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and depth:
+        for key, item in value.items():
+            yield from _unfolded(f"{name}[{key!r}]", item, depth - 1)
+    elif isinstance(value, (list, tuple)) and depth:
+        for index, item in enumerate(value):
+            yield from _unfolded(f"{name}[{index}]", item, depth - 1)
+    else:
+        yield name, value
+
+
+def layers_of(model: Any) -> list[Any]:
+    """The model itself, and all layers in it."""
+    flatten = getattr(model, "_flatten_layers", None)
+    return [model, *model.layers] if flatten is None else list(flatten())
 
 
 def local_parts(variable: Any) -> list[Any]:
@@ -106,8 +140,7 @@ def _states(model: Any, known: list[Any]) -> Iterator[Any]:
     """Those of stateful recurrent layers, which Keras does not count as variables."""
     keras = import_keras()
     seen = {id(variable) for variable in known}
-    flatten = getattr(model, "_flatten_layers", None)
-    for layer in model.layers if flatten is None else flatten():
+    for layer in layers_of(model):
         for variable in keras.tree.flatten(getattr(layer, "states", None)):
             if isinstance(variable, keras.Variable) and id(variable) not in seen:
                 seen.add(id(variable))
