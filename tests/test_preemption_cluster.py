@@ -160,6 +160,17 @@ def test_the_chief_knows_how_long_another_worker_has(tmp_path, undisturbed):
     assert {event["repeated"] for event in events(tmp_path, "resume")} == {4}
 
 
+def test_training_that_ends_in_time_is_there_on_all_workers_after_a_restart(tmp_path, undisturbed):
+    """One of them has a notice that leaves time to train on; all stop where training ends."""
+    done = launch(tmp_path, "1:14", grace_period=500, save_freq=None)
+    assert done.returncode == 0, done.stdout
+    assert "1 restart" in done.stdout
+    assert ends(tmp_path) == undisturbed
+    assert {event["epoch"] for event in events(tmp_path, "backup")} == {1}, "saved at the notice"
+    assert {event["outcome"] for event in events(tmp_path, "preempted")} == {"saved"}
+    assert [event["epoch"] for event in events(tmp_path, "resume")] == [4, 4]
+
+
 def test_a_directory_that_is_not_shared_is_refused(tmp_path):
     folders = str(tmp_path / "state-{task}")
     done = launch(tmp_path, "", restarts=0, directory=folders)

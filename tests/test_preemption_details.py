@@ -151,6 +151,34 @@ def test_epochs_that_were_finished_are_not_read_again():
     assert len(read) < 40
 
 
+def test_a_notice_on_the_way_through_finished_epochs_is_not_kept_waiting():
+    read: list[int] = []
+
+    def rows() -> Any:
+        while True:
+            read.append(1)
+            yield X[:2], Y[:2]
+
+    def fit(*callbacks: Any) -> None:
+        options = {"steps_per_epoch": 5, "epochs": 60, "verbose": 0}
+        build().fit(rows(), callbacks=list(callbacks), **options)
+
+    class Early(Bell):
+        def start(self, desk: Any) -> None:
+            super().start(desk)
+            self.ring()
+
+    bell = Bell()
+    fit(callback(bell, save_freq=None), At("batch", 50, 2, bell.ring))
+    before = run_files()
+    read.clear()
+    with pytest.raises(SystemExit):
+        fit(callback(Early(), on_preempted="exit"), At("batch", 9, 0, None))
+    assert len(read) < 100, "there are 250 batches before the epoch"
+    assert events("preempted")[-1]["outcome"] == "nothing new to save"
+    assert run_files() == before
+
+
 def test_a_change_by_a_callback_is_undone_at_the_beginning_of_an_epoch_as_well(undisturbed):
     class Warm(keras.callbacks.Callback):
         def on_train_begin(self, logs: Any = None) -> None:
@@ -235,21 +263,22 @@ class Canary(keras.layers.Layer):
         return inputs
 
 
-@pytest.mark.parametrize(("save_freq", "hook", "batch"), [(1, "batch", 3), ("epoch", "epoch", 1)])
-def test_it_does_what_backup_and_restore_does(save_freq, hook, batch):
+@pytest.mark.parametrize(
+    ("save_freq", "hook", "batch", "last"), [(1, "batch", 3, 8), ("epoch", "epoch", 1, 5)]
+)
+def test_it_does_what_backup_and_restore_does(save_freq, hook, batch, last):
     """The same model and callback after an error: what was trained is trained once."""
     model = keras.Sequential([keras.Input((4,)), Canary(), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     mine = callback(save_freq=save_freq)
     with pytest.raises(RuntimeError, match="by design"):
         model.fit(epochs=4, callbacks=[mine, At(hook, 1, batch, fail)], **DATA)
-    wait_until(lambda: len(run_files()) == 2 or hook == "epoch", "the last backup is there")
-    saved = int(run_files()[-1].partition("-")[2].partition(".")[0])
+    wait_until(lambda: f"run-{last:010d}.weights.h5" in run_files(), "the last backup is there")
     model.layers[0].count.assign(99)
     history = model.fit(epochs=4, callbacks=[mine, At("batch", 9, 0, None)], **DATA)
     assert model.layers[0].count.numpy() == 20
     assert history.epoch == [0, 1, 2, 3]
-    assert events("resume")[0]["step"] == saved
+    assert events("resume")[0]["step"] == last
     assert run_files() == []
 
 

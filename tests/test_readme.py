@@ -32,7 +32,7 @@ def test_snippets_run(tmp_path):
         timeout=200,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("3 {'loss': ")
+    assert "\n3 {'loss': " in done.stdout
     names = sorted(p.name for p in (tmp_path / "checkpoints").glob("*.h5"))
     assert names == ["ckpt-0000000002.weights.h5", "ckpt-0000000003.weights.h5"]
     run = sorted(p.name for p in (tmp_path / "run").iterdir() if not p.name.startswith("."))
