@@ -3,7 +3,8 @@
 Run as a program it imports TensorFlow once and lives each life in a forked child, which takes
 a fraction of a second: ``python interrupted.py FOLDER OPTIONS CASE PLAN [CASE PLAN ...]``. A plan
 is a list of lives, each ended by what it says: ``5`` is SIGTERM at the fifth hook of the run,
-``5k`` kill -9, ``5t`` SIGTERM twice, ``5e`` SIGTERM and its echo. The last life is never disturbed.
+``5k`` kill -9, ``5w`` the same as soon as there is a backup, ``5t`` SIGTERM twice, ``5e`` SIGTERM
+and its echo. The last life is never disturbed.
 An empty plan is the undisturbed run, without the callback. Prints a line of JSON for each plan.
 """
 
@@ -42,9 +43,10 @@ X, Y = _rng.normal(size=(40, 4)).astype("f4"), _rng.normal(size=(40, 1)).astype(
 class Hit(keras.callbacks.Callback):
     """Ends the process at a hook of the run, counted through all lives."""
 
-    def __init__(self, plan: str | None) -> None:
+    def __init__(self, plan: str | None, folder: str) -> None:
         super().__init__()
         self.plan = plan
+        self.folder = folder
         self.seen = 0
 
     def get_state(self) -> dict[str, int]:
@@ -55,9 +57,11 @@ class Hit(keras.callbacks.Callback):
 
     def _hook(self) -> None:
         self.seen += 1
-        if self.plan is None or self.seen != int(self.plan.rstrip("kte")):
+        if self.plan is None or self.seen != int(self.plan.rstrip("kwte")):
             return
-        if self.plan.endswith("k"):
+        while self.plan.endswith("w") and not checkpoints_in(self.folder):
+            time.sleep(0.001)
+        if self.plan.endswith(("k", "w")):
             os.kill(os.getpid(), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGTERM)
         if self.plan.endswith(("t", "e")):
@@ -275,7 +279,7 @@ def live(case: str, folder: str, plan: str | None, **options: Any) -> None:
     ]  # fmt: skip
     if options.pop("resume", True):
         callbacks.insert(1, PreemptionAwareCallback(f"{folder}/state", verbose=0, **options))
-    callbacks.append(Hit(plan))
+    callbacks.append(Hit(plan, folder))
     history = model.fit(**data_of(case), epochs=EPOCHS, verbose=0, callbacks=callbacks)
     result = {
         "history": history.history,

@@ -51,7 +51,7 @@ def assert_as_undisturbed(undisturbed: dict[str, Any], *runs: dict[str, Any]) ->
     for run in runs:
         differing = [name for name in EQUAL if run[name] != undisturbed[name]]
         assert differing == [], (run["case"], run["plan"], run["codes"])
-        if "k" not in run["plan"]:
+        if not set("kw") & set(run["plan"]):
             assert batches(run["seen"]) == batches(undisturbed["seen"]), run["plan"]
         # Nobody would go on from a run that is finished.
         assert run["left"] == []
@@ -62,6 +62,8 @@ def assert_as_undisturbed(undisturbed: dict[str, Any], *runs: dict[str, Any]) ->
             assert run["newest"][-1] is None or resumed[-1] == run["newest"][-1], run["plan"]
         if run["codes"][-2:] == [42, 0]:
             assert run["resumes"][-1]["repeated"] == 0
+        if "w" in run["plan"]:
+            assert resumed, "it had a backup"
 
 
 def batches(seen: str) -> list[str]:
@@ -73,29 +75,29 @@ def batches(seen: str) -> list[str]:
 
 #: Hooks of a run: 1 is the beginning of an epoch, then two for each batch, the validation, ...
 ARRAYS = {
-    "arrays": ("9", "13", "17k"),
+    "arrays": ("9", "13", "17k", "17w"),
     "split": ("9,27",),
-    "random": ("20,27k", "20k"),
+    "random": ("20,27w", "20w"),
     "stopping": ("20,30", "31"),
 }
 DATASETS = {
-    "dataset": ("18,30,35k",),
-    "global seed": ("27k",),
-    "repeated": ("14,22k",),
-    "unknown size": ("9,20k", "13,28"),
-    "drawn on the way": ("20", "34k"),
+    "dataset": ("18,30,35w",),
+    "global seed": ("27w",),
+    "repeated": ("14,22w",),
+    "unknown size": ("9,20w", "13,28"),
+    "drawn on the way": ("20", "34w"),
 }
 PYTHON = {
-    "generator": ("15,26k",),
-    "python": ("20,24k",),
+    "generator": ("15,26w",),
+    "python": ("20,24w",),
     "python, two threads": ("20",),
 }
 MODELS = {
-    "averages": ("13,20,27k", "20k"),
-    "several steps": ("5,13,17k",),
-    "own step": ("9,20,27k", "20k"),
+    "averages": ("13,20,27w", "20w"),
+    "several steps": ("5,13,17w",),
+    "own step": ("9,20,27w", "20w"),
 }
-MIRRORED = {"mirrored": ("14,25,30k",), "mirrored, distributed": ("14,25k",)}
+MIRRORED = {"mirrored": ("14,25,30w",), "mirrored, distributed": ("14,25w",)}
 GROUPS = {
     "arrays": ARRAYS,
     "datasets": DATASETS,
@@ -103,16 +105,16 @@ GROUPS = {
     "models": MODELS,
     "mirrored": MIRRORED,
 }
-_HOOKS_31 = ("9,16", "13", "20k", "30,31")
+_HOOKS_31 = ("9,16", "13", "20w", "30,31")
 MORE_CASES = {
-    "global seed": ("20", "27k"),
-    "python, two threads": ("20", "24k"),
-    "python, two threads, in order": ("20", "24k"),
-    "split": ("9,27", "17k"),
-    "weighted": ("20", "27k"),
-    "eager": ("20", "27k"),
-    "compiled": ("20", "27k"),
-    "several steps": ("5,8", "7", "13k", "22,23"),
+    "global seed": ("20", "27w"),
+    "python, two threads": ("20", "24w"),
+    "python, two threads, in order": ("20", "24w"),
+    "split": ("9,27", "17w"),
+    "weighted": ("20", "27w"),
+    "eager": ("20", "27w"),
+    "compiled": ("20", "27w"),
+    "several steps": ("5,8", "7", "13w", "22,23"),
     **dict.fromkeys((*DATASETS, "generator", "python", "averages", "own step"), _HOOKS_31),
     **dict.fromkeys(("random", *MIRRORED), _HOOKS_31),
 }
@@ -123,7 +125,7 @@ def assert_end_as_undisturbed(folder: Path, cases: dict[str, tuple[str, ...]]) -
     for undisturbed, *runs in live(folder, cases):
         assert_as_undisturbed(undisturbed, *runs)
         for run in runs:
-            ended = [-9 if part.endswith("k") else 42 for part in run["plan"].split(",")]
+            ended = [-9 if part.endswith(("k", "w")) else 42 for part in run["plan"].split(",")]
             assert len(run["codes"]) > 1
             assert run["codes"][:-1] == ended[: len(run["codes"]) - 1]
             count += 1
@@ -159,7 +161,7 @@ def test_a_second_signal_ends_the_process_at_once_and_an_echo_does_not(tmp_path)
 
 
 def test_backups_by_seconds(tmp_path):
-    undisturbed, run = lives("arrays", tmp_path, "24k", save_freq=None, save_every_seconds=1e-6)
+    undisturbed, run = lives("arrays", tmp_path, "24w", save_freq=None, save_every_seconds=1e-6)
     assert run["codes"] == [-9, 0]
     assert_as_undisturbed(undisturbed, run)
     # Each batch is in a backup, and the last one may have been on its way.
