@@ -47,9 +47,7 @@ class EvaluationWatch:
         if request is not None:
             assert self._lookout is not None
             self._lookout.answered()
-            departure = Departure(self._settings.exit_code) if self._settings.exits else None
-            if departure is not None:
-                self._lookout.hand_signals_to(departure)
+            departure = self._lookout.departure(self._settings)
             self.close()
             self._leave(request.reason, departure)
 

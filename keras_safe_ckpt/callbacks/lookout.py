@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from types import FrameType
 
+from keras_safe_ckpt.callbacks.preemption_settings import Settings
 from keras_safe_ckpt.cluster.agreement import Request, agreement_in
 from keras_safe_ckpt.cluster.cohort import Cohort
 from keras_safe_ckpt.errors import AgreementError
@@ -86,9 +87,16 @@ class Lookout:
         self.desk.close()
         self._signals.answered()
 
-    def hand_signals_to(self, departure: Departure) -> None:
-        """From now to the end of the program, without a gap in which one could end it."""
+    def departure(self, settings: Settings) -> Departure | None:
+        """The way out of the program, if there is one; it has the signals from now on.
+
+        There is no gap in between, in which a signal could end the program in another way.
+        """
+        if not settings.exits:
+            return None
+        departure = Departure(settings.exit_code)
         departure.former = self._signals.hand_over(departure.on_signal)
+        return departure
 
     def close(self) -> None:
         """Stop watching; signals have the effect again that they had before."""

@@ -13,24 +13,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from keras_safe_ckpt.callbacks.last_save import LastSave, too_late
+from keras_safe_ckpt.callbacks.last_save import LastSave
 from keras_safe_ckpt.callbacks.lookout import Lookout, ends_run, stops
-from keras_safe_ckpt.callbacks.messages import say
 from keras_safe_ckpt.callbacks.preemption_settings import Settings
 from keras_safe_ckpt.callbacks.resuming import Resuming
+from keras_safe_ckpt.callbacks.run_backups import RunBackups
 from keras_safe_ckpt.callbacks.run_directory import RunDirectory
+from keras_safe_ckpt.callbacks.run_end import RunEnd
 from keras_safe_ckpt.callbacks.run_facts import facts_of, what_cannot_hold
+from keras_safe_ckpt.callbacks.run_report import RunReport
 from keras_safe_ckpt.callbacks.run_saver import RunSaver
 from keras_safe_ckpt.cluster.agreement import Request
 from keras_safe_ckpt.cluster.membership import Membership
 from keras_safe_ckpt.cluster.roles import role_of
 from keras_safe_ckpt.errors import AgreementError
 from keras_safe_ckpt.preemption.leaving import Departure
-from keras_safe_ckpt.preemption.notices import Notice
 from keras_safe_ckpt.preemption.pace import Pace
 from keras_safe_ckpt.preemption.slurm import describe_job
 from keras_safe_ckpt.storage.keras_internals import import_keras
-from keras_safe_ckpt.training.cadence import Cadence, EveryBatches, EveryEpoch, EverySeconds
 from keras_safe_ckpt.training.keras_fit import FitAround, find_fit, is_running
 from keras_safe_ckpt.training.position import Position, Progress
 from keras_safe_ckpt.training.progress_mark import ProgressMark
@@ -75,7 +75,6 @@ class PreemptionRun:
         self._in_validation = False
         self._put_off: tuple[Request, ...] = ()
         self._is_tried_out = False
-        self._said_no_backup = False
 
     # Beginning: `open` before the other callbacks hear of it, `begin` after.
 
@@ -101,6 +100,7 @@ class PreemptionRun:
         self._cohort = place.cohort
         self._backups = place.backups
         self._events = place.backups.store.events
+        self._report = RunReport(self._events, self._role, verbose=settings.verbose > 0)
         self._mark = ProgressMark(place.backups.directory / _MARK)
         self._closing.callback(self._mark.close)
         if self._fit.callback_list is None:
@@ -117,7 +117,9 @@ class PreemptionRun:
         self._history = getattr(self._model, "history", None) or import_keras().callbacks.History()
         self._state = RunState(self._model, others, self._history, facts)
         self._saver = RunSaver(self._backups, self._role, self._cohort, self._pace, place.life)
-        self._last_save = LastSave(settings, self._role, self._cohort, self._saver, self._pace)
+        self._regular = RunBackups(
+            settings, self._saver, self._pace, self._report, leads=self._leads
+        )
         self._resuming = Resuming(
             self._model,
             self._fit,
@@ -128,7 +130,7 @@ class PreemptionRun:
             restore=settings.restore if settings.writes else False,
             facts=facts,
             reached=self._mark.read(),
-            say=self._say,
+            say=self._report.say,
         )
         self._closing.callback(self._resuming.close)
         self._resuming.open()
@@ -142,9 +144,17 @@ class PreemptionRun:
                 self._pace,
                 grace_seconds=self._settings.grace_period,
                 is_wanted=lambda frame: is_running(self._fit, frame),
-                on_notice=self._on_notice,
+                on_notice=self._report.notice,
             )
             self._closing.callback(self._lookout.close)
+            self._end = RunEnd(
+                self._settings,
+                self._lookout,
+                LastSave(self._settings, self._role, self._cohort, self._saver, self._pace),
+                self._report,
+                close=self._close_with_cohort,
+                leave=self._leave,
+            )
             # The way back may be long.
             self._lookout.start()
             at = self._resuming.begin(self._history, self._callback, self._check_at_once)
@@ -152,21 +162,15 @@ class PreemptionRun:
             if self._leads and self._settings.writes:
                 self._mark.open()
                 self._mark.write(self._progress.total)
-            self._cadence = self._backup_cadence(at)
-            seconds = self._settings.save_every_seconds if self._settings.writes else None
-            self._clock = None if seconds is None else EverySeconds(seconds)
+            self._regular.begin(at)
             self._state.callbacks.begin_watching()
             if self._settings.writes:
                 for reason in what_cannot_hold(self._model, self._fit):
                     warnings.warn(reason, stacklevel=2)
             if self._role.trains_together:
                 self._guard_steps()
-            self._events.record(
-                "begin",
-                epoch=at.epoch,
-                batch=at.batch,
-                notices=str(self._settings.choice),
-                **describe_job(os.environ),
+            self._report.record(
+                "begin", at, notices=str(self._settings.choice), **describe_job(os.environ)
             )
 
     # Boundaries, as Keras reports them.
@@ -198,12 +202,13 @@ class PreemptionRun:
         due = self._after_step()
         if due and self._act(due):
             return
-        if self._clock is not None and self._leads and self._clock.after_batch(batch):
-            self._lookout.ask_for_save(f"{self._settings.save_every_seconds:g} s have passed")
+        reason = self._regular.reason_by_clock(batch)
+        if reason is not None:
+            self._lookout.ask_for_save(reason)
             due = () if self._role.trains_together else self._after_step()
             if due and self._act(due):
                 return
-        if self._cadence is not None and self._cadence.after_batch(batch):
+        if self._regular.is_due_after_batch(batch):
             self._back_up()
         self._saver.poll()
         self._last_end = time.perf_counter()
@@ -240,7 +245,7 @@ class PreemptionRun:
         due, self._put_off = self._put_off, ()
         if due and self._act(due):
             return
-        if self._cadence is not None and self._cadence.after_epoch():
+        if self._regular.is_due_after_epoch():
             self._back_up()
         self._saver.poll()
 
@@ -283,6 +288,11 @@ class PreemptionRun:
         self._is_over = True
         self._closing.close()
 
+    def _close_with_cohort(self) -> None:
+        """All go, each by itself: that is not a failure to tell the others of."""
+        self.close()
+        self._cohort.close()
+
     # What is due.
 
     def _after_step(self) -> tuple[Request, ...]:
@@ -309,42 +319,17 @@ class PreemptionRun:
             self._check_on_the_way()
 
     def _check_on_the_way(self) -> None:
-        """Nothing is new before the place is reached: the checkpoint it came from still stands."""
         request = stops(self._after_step())
         if request is not None:
-            self._lookout.answered()
-            self._end(request, self._resuming.position, "nothing new to save", 0.0)
+            self._end.on_the_way(request, self._resuming.position)
 
     def _back_up(self, reason: str = "backup") -> None:
         if not self._settings.writes:
             return
         self._state.callbacks.warn_of_unknown()
-        captured = self._held
-        at = self._progress.now() if captured is None else captured.position
-        if self._clock is not None:
-            self._clock.saved()
-        if self._saver.is_saved(at) or not self._is_time_to_save():
-            return
         with self._membership.others_told():
-            self._saver.wait()  # Memory holds one capture at a time.
-            captured = captured or self._capture()
-            self._saver.save(captured, reason=reason, background=True)
-        self._record("backup", captured.position, step=captured.step, reason=reason,
-                     seconds=captured.seconds)  # fmt: skip
-        self._say(
-            f"Saving {captured.position} in the background ({reason}; training waited "
-            f"{1e3 * captured.seconds:.1f} ms)"
-        )
-
-    def _is_time_to_save(self) -> bool:
-        """Whoever writes the checkpoint decides; without it, the parts of others do not count."""
-        left = self._lookout.desk.seconds_left()
-        if not self._leads or self._pace.can_save(left):
-            return True
-        if not self._said_no_backup:
-            self._said_no_backup = True
-            self._say(f"No more backups: {too_late(left, self._pace)}")
-        return False
+            left = self._lookout.desk.seconds_left()
+            self._regular.save(self._place(), self._held_or_captured, reason, left)
 
     def _finish(self) -> None:
         self._saver.wait()
@@ -356,44 +341,13 @@ class PreemptionRun:
     # Stopping.
 
     def _stop(self, request: Request) -> None:
-        self._lookout.answered()
-        began = time.perf_counter()
-        held = self._held
-        at = self._progress.now() if held is None else held.position
-        waited = time.monotonic() - request.heard
-        self._record("agreement", at, reason=request.reason, task=request.task, seconds=waited)
-        self._say(f"Stopping after {at} ({request.reason}, {request.task}; {waited:.2f} s ago)")
         if self._settings.writes:
             self._state.callbacks.warn_of_unknown()
-        ends = (self._lookout.desk.seconds_left(), request.seconds_left())
-        left = min((seconds for seconds in ends if seconds is not None), default=None)
-        outcome = self._last_save.together(lambda: held or self._capture(at), request.reason, left)
-        self._end(request, at, outcome, time.perf_counter() - began)
+        self._end.together(request, self._place(), self._held_or_captured)
 
     def _stop_alone(self, gone: AgreementError) -> None:
-        """Somebody is missing, and all were about to stop or to save: save, and do not wait."""
-        held = self._held
-        if held is None or not self._settings.writes:
-            return
-        self._lookout.answered()
-        began = time.perf_counter()
-        self._say(f"Stopping after {held.position}: {gone.reason}")
-        outcome = self._last_save.alone(held, gone)
-        request = Request("stop", gone.reason, self._role.task)
-        self._end(request, held.position, outcome, time.perf_counter() - began)
-
-    def _end(self, request: Request, at: Position, outcome: str, seconds: float) -> None:
-        ending = self._settings.ending
-        self._record("preempted", at, reason=request.reason, task=request.task, outcome=outcome,
-                     ending=ending, seconds=seconds)  # fmt: skip
-        self._say(f"{outcome[0].upper()}{outcome[1:]} ({seconds:.2f} s); {ending}")
-        departure = Departure(self._settings.exit_code) if self._settings.exits else None
-        if departure is not None:
-            self._lookout.hand_signals_to(departure)
-        self.close()
-        # All go, each by itself: that is not a failure to tell the others of.
-        self._cohort.close()
-        self._leave(request.reason, departure)
+        if self._held is not None and self._settings.writes:
+            self._end.alone(self._held, gone, self._role.task)
 
     def _try_out_capture(self) -> None:
         """Once, after the first batch: what cannot be captured is to be known now, not in hours."""
@@ -426,28 +380,14 @@ class PreemptionRun:
     def _leads(self) -> bool:
         return self._role.chief or not self._role.trains_together
 
+    def _place(self) -> Position:
+        """Of what would be saved now."""
+        return self._progress.now() if self._held is None else self._held.position
+
+    def _held_or_captured(self) -> Captured:
+        return self._capture() if self._held is None else self._held
+
     def _capture(self, position: Position | None = None) -> Captured:
         own = self._role.trains_together and not self._role.chief
         at = self._progress.now() if position is None else position
         return self._state.capture(at, own_weights=own)
-
-    def _backup_cadence(self, at: Position) -> Cadence | None:
-        if not self._settings.writes or self._settings.save_freq is None:
-            return None
-        if self._settings.save_freq == "epoch":
-            return EveryEpoch()
-        return EveryBatches(int(self._settings.save_freq), last=at.batch - 1)
-
-    def _on_notice(self, notice: Notice) -> None:
-        left = notice.seconds_left()
-        self._events.record("notice", source=notice.source, reason=notice.reason,
-                            advisory=notice.advisory, seconds_left=left)  # fmt: skip
-        self._say(f"Notice from {notice}")
-
-    def _record(self, event: str, at: Position, **facts: Any) -> None:
-        self._events.record(event, epoch=at.epoch, batch=at.batch, **facts)
-
-    def _say(self, text: str) -> None:
-        if self._settings.verbose > 0:
-            name = f" {self._role.task}:" if self._role.trains_together else ""
-            say(f"\n[preemption]{name} {text}")
