@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 from preempted_fit import Bell
+from processes import wait_until
 
 from keras_safe_ckpt.callbacks.lookout import Lookout, ends_run, stops
 from keras_safe_ckpt.cluster.cohort import Cohort
@@ -57,11 +57,10 @@ class Group:
         return list(found[0])
 
     def train_until(self, purpose: str) -> None:
-        for _ in itertools.islice(itertools.count(), 2000):
-            if [request.purpose for request in self.each("after_step")] == [purpose]:
-                return
-            time.sleep(0.001)
-        raise AssertionError(f"nobody was asked to {purpose}")
+        def is_due() -> bool:
+            return [request.purpose for request in self.each("after_step")] == [purpose]
+
+        wait_until(is_due, f"all are asked to {purpose}")
 
     def close(self) -> None:
         for lookout, cohort in zip(self.lookouts, self.cohorts, strict=True):
@@ -83,12 +82,12 @@ def test_all_know_how_long_one_of_them_has_until_it_is_withdrawn(group):
     group.train_until("save")
     assert 400 < chief.seconds_left() <= 500
     other.withdraw("bell")
-    for _ in range(2000):
+
+    def is_forgotten() -> bool:
         assert group.each("after_step") == []
-        if chief.seconds_left() is None:
-            break
-        time.sleep(0.001)
-    assert chief.seconds_left() is None
+        return chief.seconds_left() is None
+
+    wait_until(is_forgotten, "the chief has heard of it")
     # Nobody stops at the end for a notice that does not hold any more.
     assert group.each("at_end") == []
 
@@ -110,10 +109,7 @@ def test_a_notice_that_comes_with_the_last_step_is_the_end_as_well(group):
     """All have agreed to save after a step that does not come."""
     group.each("after_step")
     group.bell.ring(deadline=time.monotonic() + 500)
-    deadline = time.monotonic() + 30
-    while not all(lookout.expects for lookout in group.lookouts):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_until(lambda: all(lookout.expects for lookout in group.lookouts), "all have heard")
     due = group.each("at_end")
     assert ends_run(tuple(due)) is not None
 

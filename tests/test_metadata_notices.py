@@ -145,7 +145,7 @@ def faulted_again(server: MetadataServer, times: int = 3) -> None:
     wait_until(lambda: server.faulted >= before + times, "the fault is seen again")
 
 
-def first_notice(server: MetadataServer, watchers: list[Watcher]) -> Any:
+def expect_notice(server: MetadataServer, watchers: list[Watcher]) -> Any:
     """The only one, however often it is asked for."""
     with watched(watchers) as desk:
         wait_until(lambda: bool(desk.told), "the notice is seen")
@@ -155,7 +155,7 @@ def first_notice(server: MetadataServer, watchers: list[Watcher]) -> Any:
         return desk.told[0]
 
 
-def no_notice(server: MetadataServer, watchers: list[Watcher]) -> None:
+def expect_no_notice(server: MetadataServer, watchers: list[Watcher]) -> None:
     with watched(watchers) as desk:
         asked_again(server, times=8)
         assert desk.told == []
@@ -240,7 +240,7 @@ def test_proxy_of_the_environment_is_not_used(cloud, monkeypatch):
         for name in ("no_proxy", "NO_PROXY"):
             monkeypatch.delenv(name, raising=False)
         cloud.announce(server)
-        first_notice(server, cloud.watchers(endpoint=server.url, **QUICK))
+        expect_notice(server, cloud.watchers(endpoint=server.url, **QUICK))
         assert proxy.requests == []
 
 
@@ -286,7 +286,7 @@ def test_nothing_is_told_after_stop(cloud):
 def test_gcp_preemption_leaves_30_seconds():
     with GcpServer() as server:
         server.values["preempted"] = "TRUE"
-        notice = first_notice(server, gcp_watchers(endpoint=server.url, **QUICK))
+        notice = expect_notice(server, gcp_watchers(endpoint=server.url, **QUICK))
     assert notice.source == "GCP"
     assert notice.deadline == pytest.approx(notice.received + 30, abs=1)
     assert not notice.advisory
@@ -295,7 +295,7 @@ def test_gcp_preemption_leaves_30_seconds():
 def test_gcp_maintenance_leaves_a_minute():
     with GcpServer() as server:
         server.values["maintenance-event"] = "TERMINATE_ON_HOST_MAINTENANCE"
-        notice = first_notice(server, gcp_watchers(endpoint=server.url, **QUICK))
+        notice = expect_notice(server, gcp_watchers(endpoint=server.url, **QUICK))
     assert notice.source == "GCP maintenance"
     assert notice.deadline == pytest.approx(notice.received + 60, abs=1)
 
@@ -303,7 +303,7 @@ def test_gcp_maintenance_leaves_a_minute():
 def test_gcp_machine_that_is_moved_goes_on():
     with GcpServer() as server:
         server.values["maintenance-event"] = "MIGRATE_ON_HOST_MAINTENANCE"
-        no_notice(server, gcp_watchers(endpoint=server.url, **QUICK))
+        expect_no_notice(server, gcp_watchers(endpoint=server.url, **QUICK))
 
 
 @pytest.mark.parametrize("flavor", [{}, {"Metadata-Flavor": "Other"}])
@@ -313,13 +313,13 @@ def test_gcp_answer_of_somebody_else_does_not_count(flavor):
             {"preempted": "TRUE", "maintenance-event": "TERMINATE_ON_HOST_MAINTENANCE"}
         )
         server.signature = flavor
-        no_notice(server, gcp_watchers(endpoint=server.url, **QUICK))
+        expect_no_notice(server, gcp_watchers(endpoint=server.url, **QUICK))
 
 
 def test_gcp_value_may_end_in_a_newline():
     with GcpServer() as server:
         server.values["preempted"] = "TRUE\n"
-        assert first_notice(server, gcp_watchers(endpoint=server.url, **QUICK)).source == "GCP"
+        assert expect_notice(server, gcp_watchers(endpoint=server.url, **QUICK)).source == "GCP"
 
 
 # Amazon
@@ -329,7 +329,7 @@ def test_gcp_value_may_end_in_a_newline():
 def test_aws_interruption_has_the_time_of_the_event(action):
     with AwsServer() as server:
         server.spot(action=action, time=iso(90))
-        notice = first_notice(server, aws_watchers(endpoint=server.url, **QUICK))
+        notice = expect_notice(server, aws_watchers(endpoint=server.url, **QUICK))
     assert notice.source == "AWS spot"
     assert action in notice.reason
     assert notice.deadline == pytest.approx(notice.received + 90, abs=2)
@@ -353,7 +353,7 @@ def test_aws_interruption_has_the_time_of_the_event(action):
 def test_aws_odd_time_leaves_two_minutes_at_most_and_never_a_deadline_in_the_past(moment, seconds):
     with AwsServer() as server:
         server.spot(action="stop", time=moment)
-        notice = first_notice(server, aws_watchers(endpoint=server.url, **QUICK))
+        notice = expect_notice(server, aws_watchers(endpoint=server.url, **QUICK))
     assert notice.deadline == pytest.approx(notice.received + seconds, abs=1)
     assert notice.reason.isprintable()
 
@@ -372,13 +372,13 @@ def test_aws_new_time_is_told_again():
 def test_aws_unknown_action_does_not_count():
     with AwsServer() as server:
         server.spot(action="dance", time=iso(90))
-        no_notice(server, aws_watchers(endpoint=server.url, **QUICK))
+        expect_no_notice(server, aws_watchers(endpoint=server.url, **QUICK))
 
 
 def test_aws_rebalance_is_an_advice():
     with AwsServer() as server:
         server.rebalance(noticeTime=iso(0))
-        notice = first_notice(server, aws_watchers(endpoint=server.url, **QUICK))
+        notice = expect_notice(server, aws_watchers(endpoint=server.url, **QUICK))
     assert notice.source == "AWS rebalance"
     assert notice.advisory
     assert notice.deadline is None
@@ -431,7 +431,7 @@ def test_aws_service_without_tokens_is_asked_without(refusal):
         server.fault, server.fault_path = refusal, "token"
         server.spot(action="stop", time=iso(90))
         watchers = aws_watchers(endpoint=server.url, **QUICK)
-        assert first_notice(server, watchers).source == "AWS spot"
+        assert expect_notice(server, watchers).source == "AWS spot"
         assert server.count("token") == 1
 
 
@@ -467,7 +467,7 @@ def test_aws_bad_token_answer_is_gone_when_the_fault_is(fault):
 def test_azure_event_has_the_time_of_the_event(kind):
     with AzureServer() as server:
         server.schedule(kind, NotBefore=mail_date(90))
-        notice = first_notice(server, azure_watchers(endpoint=server.url, **QUICK))
+        notice = expect_notice(server, azure_watchers(endpoint=server.url, **QUICK))
     assert notice.source == "Azure"
     assert kind in notice.reason
     assert notice.deadline == pytest.approx(notice.received + 90, abs=2)
@@ -478,7 +478,7 @@ def test_azure_event_has_the_time_of_the_event(kind):
 def test_azure_event_that_the_machine_survives_does_not_count(kind):
     with AzureServer() as server:
         server.schedule(kind)
-        no_notice(server, azure_watchers(endpoint=server.url, **QUICK))
+        expect_no_notice(server, azure_watchers(endpoint=server.url, **QUICK))
 
 
 @pytest.mark.parametrize(
@@ -498,7 +498,7 @@ def test_azure_event_that_the_machine_survives_does_not_count(kind):
 def test_azure_odd_time_leaves_a_short_while(not_before, seconds):
     with AzureServer() as server:
         server.schedule("Preempt", NotBefore=not_before)
-        notice = first_notice(server, azure_watchers(endpoint=server.url, **QUICK))
+        notice = expect_notice(server, azure_watchers(endpoint=server.url, **QUICK))
     assert notice.deadline == pytest.approx(notice.received + seconds, abs=1)
     assert notice.reason.isprintable()
 
@@ -525,21 +525,21 @@ def test_azure_event_that_starts_is_told_again_and_leaves_no_time():
 def test_azure_events_of_other_machines_do_not_count():
     with AzureServer() as server:
         server.schedule("Preempt", Resources=["trainer_1", "trainer_00"])
-        no_notice(server, azure_watchers(endpoint=server.url, **QUICK))
+        expect_no_notice(server, azure_watchers(endpoint=server.url, **QUICK))
         assert server.count("compute/name") == 1  # asked once
 
 
 def test_azure_names_differ_by_more_than_case():
     with AzureServer("Trainer_0") as server:
         server.schedule("Preempt", Resources=["trainer_1", "tRAINER_0"])
-        first_notice(server, azure_watchers(endpoint=server.url, **QUICK))
+        expect_notice(server, azure_watchers(endpoint=server.url, **QUICK))
 
 
 @pytest.mark.parametrize("resources", [None, [], "trainer_1", {}])
 def test_azure_event_that_names_no_machine_counts(resources):
     with AzureServer() as server:
         server.schedule("Preempt", Resources=resources)
-        first_notice(server, azure_watchers(endpoint=server.url, **QUICK))
+        expect_notice(server, azure_watchers(endpoint=server.url, **QUICK))
 
 
 @pytest.mark.parametrize("fault", ["404", "500", "hang", "portal", "binary", "deep"])
@@ -584,7 +584,7 @@ def test_azure_order_of_events_that_do_not_say_when_does_not_matter():
 def test_azure_is_only_asked_never_acknowledged():
     with AzureServer() as server:
         server.schedule("Preempt")
-        first_notice(server, azure_watchers(endpoint=server.url, **QUICK))
+        expect_notice(server, azure_watchers(endpoint=server.url, **QUICK))
         assert {method for method, _ in server.requests} == {"GET"}
 
 

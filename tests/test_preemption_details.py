@@ -428,6 +428,22 @@ def test_training_that_ends_in_time_is_there_after_a_restart(undisturbed, on_pre
     assert (weights(again), history.history) == undisturbed
 
 
+def test_an_evaluation_that_ends_in_time_asks_to_be_started_again_then():
+    bell = Bell()
+    ring = At("test", 0, 1, lambda: bell.ring(deadline=time.monotonic() + 500))
+    log: list[Any] = []
+    options = {"batch_size": 2, "verbose": 0, "callbacks": [ring, Told(log), callback(bell)]}
+    assert build().evaluate(X, Y, **options) > 0
+    assert log[-1] == "test 4"
+    assert options["callbacks"][-1].preempted == "bell: rings"
+    ring.done = False
+    options["callbacks"][-1] = callback(bell, on_preempted="exit")
+    with pytest.raises(SystemExit) as exit:
+        build().evaluate(X, Y, **options)
+    assert exit.value.code == 42
+    assert log[-1] == "test 4"
+
+
 def test_a_grace_period_of_zero_saves_at_once():
     mine = callback("SIGTERM", grace_period=0)
     ring = At("batch", 1, 2, lambda: os.kill(os.getpid(), signal.SIGTERM))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from keras_safe_ckpt.callbacks.lookout import Lookout, stops
+from keras_safe_ckpt.callbacks.lookout import Lookout, ends_run, stops
 from keras_safe_ckpt.callbacks.messages import say
 from keras_safe_ckpt.callbacks.preemption_settings import Settings
+from keras_safe_ckpt.cluster.agreement import Request
 from keras_safe_ckpt.cluster.cohort import open_cohort
 from keras_safe_ckpt.cluster.membership import Membership
 from keras_safe_ckpt.cluster.roles import role_of
@@ -43,13 +44,23 @@ class EvaluationWatch:
             self._lookout.start()
 
     def batch_ends(self) -> None:
-        request = None if self._lookout is None else stops(self._lookout.after_step())
-        if request is not None:
-            assert self._lookout is not None
-            self._lookout.answered()
-            departure = self._lookout.departure(self._settings)
-            self.close()
-            self._leave(request.reason, departure)
+        if self._lookout is not None:
+            self._leave_for(stops(self._lookout.after_step()))
+
+    def ends(self) -> None:
+        """A notice that left time to come to the end is due now."""
+        if self._lookout is not None:
+            self._leave_for(ends_run(self._lookout.at_end()))
+        self.close()
+
+    def _leave_for(self, request: Request | None) -> None:
+        lookout = self._lookout
+        if request is None or lookout is None:
+            return
+        lookout.answered()
+        departure = lookout.departure(self._settings)
+        self.close()
+        self._leave(request.reason, departure)
 
     def close(self) -> None:
         lookout, self._lookout = self._lookout, None

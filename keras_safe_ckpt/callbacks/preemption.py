@@ -170,8 +170,8 @@ class PreemptionAwareCallback(_Callback):  # type: ignore[misc]
         if self._run is not None:
             self._run.validation_ends()
         elif self._watch is not None:
-            self._watch.close()
-            self._watch = None
+            watch, self._watch = self._watch, None
+            watch.ends()
 
     def on_predict_begin(self, logs: Any = None) -> None:
         self.on_test_begin(logs)
