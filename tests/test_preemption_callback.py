@@ -196,7 +196,7 @@ def test_what_happens_is_one_line_each_and_an_event(capsys):
     interrupted_at("batch", 1, 2, verbose=1)
     lines = [line for line in capsys.readouterr().out.splitlines() if "[preemption]" in line]
     assert [line.partition("] ")[2].partition(" (")[0] for line in lines] == [
-        "Saving the beginning of epoch 2 in the background",
+        "Saving the end of epoch 1 in the background",
         "Notice from bell: rings",
         "Stopping after epoch 2, batch 3",
         "Saved",

@@ -498,7 +498,7 @@ def test_lines_for_backups_and_the_exit(capsys):
         interrupted_at("batch", 1, 2, verbose=1, on_preempted="exit", exit_code=7)
     lines = [line for line in capsys.readouterr().out.splitlines() if "[preemption]" in line]
     assert len(lines) == 4
-    assert "Saving the beginning of epoch 2 in the background (backup; " in lines[0]
+    assert "Saving the end of epoch 1 in the background (backup; " in lines[0]
     assert lines[-1].startswith("[preemption] Saved (")
     assert lines[-1].endswith("; exit code 7")
     assert events("preempted")[0]["ending"] == "exit code 7"

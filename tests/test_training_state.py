@@ -190,7 +190,8 @@ def test_differences_are_named():
 
 
 def test_a_position_says_where_it_is():
-    assert str(Position()) == "the beginning of epoch 1"
+    assert str(Position()) == "the beginning of training"
+    assert str(Position(2)) == "the end of epoch 2"
     assert str(Position(2, 3, 6)) == "epoch 3, batch 6"
     assert str(Position(ended=True)) == "the end of training"
     assert Position(stopping=True).after_epoch(0).ended

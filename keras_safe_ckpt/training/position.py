@@ -52,7 +52,7 @@ class Position:
         if self.ended:
             return "the end of training"
         if not self.executions:
-            return f"the beginning of epoch {self.epoch + 1}"
+            return f"the end of epoch {self.epoch}" if self.epoch else "the beginning of training"
         return f"epoch {self.epoch + 1}, batch {self.batch}"
 
 
