@@ -93,11 +93,11 @@ PYTHON = {
     "python, two threads": ("20",),
 }
 MODELS = {
-    "averages": ("13,20,27w", "20w"),
+    "averages": ("13,27w", "20w"),
     "several steps": ("5,13,17w",),
-    "own step": ("9,20,27w", "20w"),
+    "own step": ("9,27w", "20w"),
 }
-MIRRORED = {"mirrored": ("14,25,30w",), "mirrored, distributed": ("14,25w",)}
+MIRRORED = {"mirrored": ("14,30w",), "mirrored, distributed": ("25w",)}
 GROUPS = {
     "arrays": ARRAYS,
     "datasets": DATASETS,

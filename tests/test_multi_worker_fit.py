@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import pytest
 from clusters import WORKER, launch_ok
 from keras_setup import keras, tf
 from multi_worker_cases import BATCH, CASES, TRAIN, build, flat, train
@@ -85,16 +86,22 @@ def shared_by_hand(case, workers):
     ]
 
 
-def test_two_workers_end_as_one_process(tmp_path):
-    facts = launch_ok(tmp_path, EQUALITY, json.dumps(list(CASES)))
-    assert differences(facts, in_one_process([name for name in CASES if name not in SPLIT])) == []
+SAMPLE = [*SPLIT, "synchronized", "four steps, repeated", "shuffled arrays", "python"]
+
+
+@pytest.mark.parametrize(
+    "names", [SAMPLE, pytest.param(list(CASES), marks=pytest.mark.campaign)], ids=["sample", "all"]
+)
+def test_two_workers_end_as_one_process(tmp_path, names):
+    facts = launch_ok(tmp_path, EQUALITY, json.dumps(names))
+    assert differences(facts, in_one_process([name for name in names if name not in SPLIT])) == []
     for name in SPLIT:
         shared = shared_by_hand(CASES[name], 2)
         for fact, (weights, statistics) in zip(facts, shared, strict=True):
             assert close(fact["results"][name]["weights"], weights), name
             assert close(fact["results"][name]["statistics"], statistics), name
     chief, other = (fact["results"] for fact in facts)
-    for name in CASES:
+    for name in names:
         # Bit by bit: they are the same numbers.
         assert chief[name]["weights"] == other[name]["weights"], name
         assert chief[name]["history"] == other[name]["history"], name
