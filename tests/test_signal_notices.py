@@ -258,6 +258,28 @@ time.sleep(600)
     assert process.returncode == -signal.SIGTERM
 
 
+def test_a_program_whose_data_is_read_by_python_code_does_not_hang_at_its_end(tmp_path):
+    """TensorFlow's threads are in the middle of it, and wait for an interpreter that has ended."""
+    code = """
+def rows():
+    while True:
+        time.sleep(0.1)
+        yield X[:2], X[:2, :1]
+model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+model.fit(rows(), steps_per_epoch=500, epochs=2, verbose=0,
+          callbacks=[Waiting(lambda: None), PreemptionAwareCallback(f"{FOLDER}/state")])
+"""
+    process = start(tmp_path, code)
+    process.send_signal(signal.SIGTERM)
+    try:
+        _, err = process.communicate(timeout=40)
+    finally:
+        process.kill()
+    assert process.returncode == 42, err
+    assert files(tmp_path)
+
+
 @pytest.mark.parametrize("exit", ["lambda: sys.exit(5)", "None"])
 def test_off_the_main_thread_the_process_ends_all_the_same(tmp_path, exit):
     code = f"""
