@@ -45,8 +45,8 @@ def alone_in_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterat
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     yield
-    # A `fit` that was stopped leaves its iterator behind. The thread that tunes it wakes up ever
-    # more seldom, and whoever throws the iterator away waits for it: an old one takes a minute.
+    # A `fit` that was stopped leaves its iterator behind, and TensorFlow was seen to take a minute
+    # or two to throw old ones away, in the middle of some other test.
     gc.collect()
 
 

@@ -129,6 +129,27 @@ def test_a_mark_outlives_its_process_and_nonsense_is_no_mark(tmp_path):
     assert target.read_bytes() == b"precious"
 
 
+def test_a_mark_on_a_full_disk_or_in_a_file_that_was_cut_stops_nothing(small_disk):
+    """Mapped into memory, either would end the process by SIGBUS."""
+    disk = small_disk("size=64k")
+    early = ProgressMark(disk / "early")
+    early.open()
+    early.write(1)
+    with open(disk / "rubbish", "wb", buffering=0) as file:
+        while os.statvfs(disk).f_bavail:
+            file.write(b"x" * 4096)
+    late = ProgressMark(disk / "late")
+    late.open()
+    late.write(7)
+    late.write(8)
+    assert late.read() is None
+    early.write(2)
+    assert early.read() == 2
+    os.truncate(disk / "early", 0)
+    early.write(3)
+    early.close()
+
+
 def test_epochs_that_were_finished_are_not_read_again():
     read: list[int] = []
 

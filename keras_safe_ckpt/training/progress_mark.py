@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import struct
 from pathlib import Path
@@ -13,15 +12,16 @@ _MAGIC = b"KSCmark1"
 
 
 class ProgressMark:
-    """A number in a small file that is mapped into memory: writing it costs no system call.
+    """A number in a small file, which outlives a process that is killed.
 
-    It outlives a process that is killed, though not a power cut (it is not synced); it tells how
-    much is repeated, and nothing depends on it. Where it cannot be kept, nothing is.
+    Not a power cut: it is not synced. It tells how much is repeated, and nothing depends on it:
+    where it cannot be kept, nothing is. (Not mapped into memory, which would be quicker: on a full
+    disk, or when somebody truncates the file, the process would be killed by SIGBUS.)
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._memory: mmap.mmap | None = None
+        self._descriptor: int | None = None
 
     def read(self) -> int | None:
         """What was written last, by this process or one before it."""
@@ -33,22 +33,21 @@ class ProgressMark:
 
     def open(self) -> None:
         """Write from now on."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         try:
-            descriptor = os.open(self._path, flags, 0o666)
-            try:
-                os.ftruncate(descriptor, _LAYOUT.size)
-                self._memory = mmap.mmap(descriptor, _LAYOUT.size)
-            finally:
-                os.close(descriptor)
-        except (OSError, ValueError):
-            self._memory = None
+            self._descriptor = os.open(self._path, flags, 0o666)
+        except OSError:
+            self._descriptor = None
 
     def write(self, steps: int) -> None:
-        if self._memory is not None:
-            _LAYOUT.pack_into(self._memory, 0, _MAGIC, steps)
+        if self._descriptor is None:
+            return
+        try:
+            os.pwrite(self._descriptor, _LAYOUT.pack(_MAGIC, steps), 0)
+        except OSError:
+            self.close()
 
     def close(self) -> None:
-        memory, self._memory = self._memory, None
-        if memory is not None:
-            memory.close()
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
