@@ -34,9 +34,12 @@ __all__ = [
     "MergeConflictError",
     "PerWorker",
     "PreemptionAwareCallback",
+    "PreemptionGuard",
     "RedisLocks",
     "SafeCheckpointError",
+    "SafeCheckpointManager",
     "SafeModelCheckpoint",
+    "SafeSaver",
     "StaleHolderError",
     "UnreadableCheckpointError",
     "UnsafePathError",
@@ -65,6 +68,9 @@ if TYPE_CHECKING:
         UnreadableCheckpointError,
         UnsafePathError,
     )
+    from keras_safe_ckpt.loops.checkpoint_manager import SafeCheckpointManager
+    from keras_safe_ckpt.loops.guard import PreemptionGuard
+    from keras_safe_ckpt.loops.saver import SafeSaver
     from keras_safe_ckpt.storage.locks import LockManager
     from keras_safe_ckpt.storage.redis_locks import RedisLocks
     from keras_safe_ckpt.storage.retention import KeepAny, KeepBest, KeepEvery, KeepNewest
@@ -75,6 +81,9 @@ _HOME = {
     "ChiefOnly": "keras_safe_ckpt.cluster.write_policies",
     "PerWorker": "keras_safe_ckpt.cluster.write_policies",
     "PreemptionAwareCallback": "keras_safe_ckpt.callbacks.preemption",
+    "PreemptionGuard": "keras_safe_ckpt.loops.guard",
+    "SafeCheckpointManager": "keras_safe_ckpt.loops.checkpoint_manager",
+    "SafeSaver": "keras_safe_ckpt.loops.saver",
     "SafeModelCheckpoint": "keras_safe_ckpt.callbacks.model_checkpoint",
     "KeepEvery": "keras_safe_ckpt.storage.retention",
     "CheckpointStore": "keras_safe_ckpt.storage.store",

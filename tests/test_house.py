@@ -16,6 +16,7 @@ LAYERS = [
     {"errors"},
     {"storage"},
     {"training", "cluster", "preemption", "datasets"},
+    {"interruption"},
     {"callbacks", "loops"},
     {"cli"},
 ]

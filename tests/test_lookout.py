@@ -11,9 +11,9 @@ import pytest
 from preempted_fit import Bell
 from processes import wait_until
 
-from keras_safe_ckpt.callbacks.lookout import Lookout, ends_run, stops
 from keras_safe_ckpt.cluster.cohort import Cohort
 from keras_safe_ckpt.cluster.coordination import LocalStore
+from keras_safe_ckpt.interruption.lookout import Lookout, ends_run, stops
 from keras_safe_ckpt.preemption.choosing import choose
 from keras_safe_ckpt.preemption.pace import Pace
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from keras_safe_ckpt.callbacks.messages import say
 from keras_safe_ckpt.cluster.membership import Membership
 from keras_safe_ckpt.cluster.roles import role_of
 from keras_safe_ckpt.cluster.write_policies import WritePolicy, ensure_places_differ, place
+from keras_safe_ckpt.interruption.messages import say
 from keras_safe_ckpt.storage.formats import FORMATS
 from keras_safe_ckpt.storage.keras_internals import better_direction
 from keras_safe_ckpt.storage.lookup import checkpoints_of, of_series

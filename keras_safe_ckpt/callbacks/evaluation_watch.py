@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from keras_safe_ckpt.callbacks.lookout import Lookout, ends_run, stops
-from keras_safe_ckpt.callbacks.messages import say
 from keras_safe_ckpt.callbacks.preemption_settings import Settings
 from keras_safe_ckpt.cluster.agreement import Request
 from keras_safe_ckpt.cluster.cohort import open_cohort
 from keras_safe_ckpt.cluster.membership import Membership
 from keras_safe_ckpt.cluster.roles import role_of
+from keras_safe_ckpt.interruption.lookout import Lookout, ends_run, stops
+from keras_safe_ckpt.interruption.messages import say
 from keras_safe_ckpt.preemption.leaving import Departure
 from keras_safe_ckpt.preemption.notices import Notice
 from keras_safe_ckpt.preemption.pace import Pace
@@ -58,7 +58,7 @@ class EvaluationWatch:
         if request is None or lookout is None:
             return
         lookout.answered()
-        departure = lookout.departure(self._settings)
+        departure = lookout.departure(self._settings.departure_code)
         self.close()
         self._leave(request.reason, departure)
 

@@ -11,12 +11,12 @@ from keras_safe_ckpt.callbacks.evaluation_watch import EvaluationWatch
 from keras_safe_ckpt.callbacks.preemption_run import PreemptionRun
 from keras_safe_ckpt.callbacks.preemption_settings import Settings
 from keras_safe_ckpt.cluster.multi_worker import warn_if_needed
+from keras_safe_ckpt.interruption.ending import end_program, with_defaults
 from keras_safe_ckpt.preemption.choosing import choose
 from keras_safe_ckpt.preemption.leaving import Departure, stay
 from keras_safe_ckpt.storage.keras_internals import import_keras
 from keras_safe_ckpt.storage.lock_backend import Locks
 from keras_safe_ckpt.storage.paths import absolute
-from keras_safe_ckpt.storage.writer import wait_for_all_writers
 from keras_safe_ckpt.training.keras_fit import find_fit
 
 _Callback: Any = import_keras().callbacks.Callback
@@ -96,13 +96,16 @@ class PreemptionAwareCallback(_Callback):  # type: ignore[misc]
             delete_checkpoint=delete_checkpoint,
             restore=restore,
             choice=choice,
-            grace_period=choice.grace_period if grace_period is None else grace_period,
             on_preempted=on_preempted,
-            exit_code=choice.exit_code if exit_code is None else exit_code,
-            exit_fn=exit_fn or choice.exit_fn,
-            save_fn=save_fn or choice.save_fn,
             verbose=verbose,
             locks=locks,
+            **with_defaults(
+                choice,
+                grace_period=grace_period,
+                exit_code=exit_code,
+                exit_fn=exit_fn,
+                save_fn=save_fn,
+            ),
         )
         self._run: PreemptionRun | None = None
         self._watch: EvaluationWatch | None = None
@@ -248,21 +251,8 @@ class PreemptionAwareCallback(_Callback):  # type: ignore[misc]
         """The checkpoint is durable (or cannot be): end the program, or the `fit`."""
         self.preempted = reason
         _forget(self._run)
-        if departure is not None:
-            wait_for_all_writers()
-            departure.go()
-        if self._settings.exit_fn is not None:
-            wait_for_all_writers()
-            self._call_exit_fn(self._settings.exit_fn)
+        end_program(departure, self._settings.exit_fn)
         self._stop_fit()
-
-    def _call_exit_fn(self, exit_fn: Callable[[], object]) -> None:
-        try:
-            exit_fn()
-        except SystemExit as end:
-            if end.code is None or isinstance(end.code, int):
-                Departure(end.code or 0).go()
-            raise
 
     def _stop_fit(self) -> None:
         """Let `fit` return, without showing the others an epoch that is not whole."""

@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 from keras_safe_ckpt.callbacks.last_save import LastSave
-from keras_safe_ckpt.callbacks.lookout import Lookout, ends_run, stops
 from keras_safe_ckpt.callbacks.preemption_settings import Settings
 from keras_safe_ckpt.callbacks.resuming import Resuming
 from keras_safe_ckpt.callbacks.run_backups import RunBackups
@@ -27,6 +26,7 @@ from keras_safe_ckpt.cluster.agreement import Request
 from keras_safe_ckpt.cluster.membership import Membership
 from keras_safe_ckpt.cluster.roles import role_of
 from keras_safe_ckpt.errors import AgreementError
+from keras_safe_ckpt.interruption.lookout import Lookout, ends_run, stops
 from keras_safe_ckpt.preemption.leaving import Departure
 from keras_safe_ckpt.preemption.pace import Pace
 from keras_safe_ckpt.preemption.slurm import describe_job

@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 
 from keras_safe_ckpt.callbacks.last_save import LastSave
-from keras_safe_ckpt.callbacks.lookout import Lookout
 from keras_safe_ckpt.callbacks.preemption_settings import Settings
 from keras_safe_ckpt.callbacks.run_report import RunReport
 from keras_safe_ckpt.cluster.agreement import Request
 from keras_safe_ckpt.errors import AgreementError
+from keras_safe_ckpt.interruption.lookout import Lookout
 from keras_safe_ckpt.preemption.leaving import Departure
 from keras_safe_ckpt.training.position import Position
 from keras_safe_ckpt.training.run_state import Captured
@@ -66,7 +66,7 @@ class RunEnd:
         self._end(request, to, "nothing new to save", time.perf_counter())
 
     def _end(self, request: Request, at: Position, outcome: str, began: float) -> None:
-        seconds, ending = time.perf_counter() - began, self._settings.ending
+        seconds, ending = time.perf_counter() - began, self._settings.describe("fit ends")
         self._report.record(
             "preempted",
             at,
@@ -77,6 +77,6 @@ class RunEnd:
             seconds=seconds,
         )
         self._report.say(f"{outcome[0].upper()}{outcome[1:]} ({seconds:.2f} s); {ending}")
-        departure = self._lookout.departure(self._settings)
+        departure = self._lookout.departure(self._settings.departure_code)
         self._close()
         self._leave(request.reason, departure)

@@ -66,7 +66,11 @@ def role_of(model: Any, environment: Mapping[str, str] | None = None) -> Role:
     single process, the variables of the launcher do.
     """
     environment = os.environ if environment is None else environment
-    strategy = getattr(model, "distribute_strategy", None)
+    return role_under(getattr(model, "distribute_strategy", None), environment)
+
+
+def role_under(strategy: Any, environment: Mapping[str, str]) -> Role:
+    """The role of this process in what runs under a strategy of TensorFlow, or None."""
     resolver = getattr(strategy, "cluster_resolver", None)
     if strategy is None or resolver is None:
         return role_from_environment(environment)
@@ -75,20 +79,30 @@ def role_of(model: Any, environment: Mapping[str, str] | None = None) -> Role:
     if isinstance(strategy, tf.distribute.TPUStrategy):
         # One process drives all of it; the tasks of the resolver are not processes like this.
         return Role(source="TPUStrategy")
-    name = type(strategy).__name__
+    synchronous = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+    return role_by(resolver, environment, synchronous, f"cluster resolver of {_name(strategy)}")
+
+
+def role_by(
+    resolver: Any,
+    environment: Mapping[str, str],
+    synchronous: bool,
+    source: str = "cluster resolver",
+) -> Role:
+    """What a cluster resolver of TensorFlow says; without a cluster, what the environment does."""
     cluster = resolver.cluster_spec().as_dict() if resolver.cluster_spec() else {}
     if not cluster:
         return role_from_environment(environment)
-    synchronous = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
-    return _role_in(
-        cluster, resolver.task_type, resolver.task_id, synchronous, f"cluster resolver of {name}"
-    )
+    return _role_in(cluster, resolver.task_type, resolver.task_id, synchronous, source)
 
 
-def role_from_environment(environment: Mapping[str, str]) -> Role:
-    """The role that TF_CONFIG, torchrun or SLURM gave to this process."""
+def role_from_environment(environment: Mapping[str, str], *, synchronous: bool = False) -> Role:
+    """The role that TF_CONFIG, torchrun or SLURM gave to this process.
+
+    ``synchronous``: those whom TF_CONFIG names train one model together.
+    """
     if environment.get("TF_CONFIG", "").strip():
-        return _role_from_tf_config(environment["TF_CONFIG"])
+        return _role_from_tf_config(environment["TF_CONFIG"], synchronous)
     for number, world in (
         ("RANK", "WORLD_SIZE"),  # Before SLURM: torchrun may start several in one SLURM task.
         ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
@@ -126,7 +140,7 @@ def _count(environment: Mapping[str, str], key: str, least: int) -> int:
     return value
 
 
-def _role_from_tf_config(text: str) -> Role:
+def _role_from_tf_config(text: str, synchronous: bool) -> Role:
     try:
         config = json.loads(text)
     except ValueError as error:
@@ -144,7 +158,7 @@ def _role_from_tf_config(text: str) -> Role:
         raise ClusterConfigError("task", f"expected an object, received {task!r}")
     if not cluster:
         return Role(source="TF_CONFIG without a cluster")
-    return _role_in(cluster, task.get("type"), task.get("index"), False, "TF_CONFIG")
+    return _role_in(cluster, task.get("type"), task.get("index"), synchronous, "TF_CONFIG")
 
 
 def _role_in(
@@ -176,6 +190,10 @@ def _role_in(
         source=source,
         members=members,
     )
+
+
+def _name(strategy: Any) -> str:
+    return type(strategy).__name__
 
 
 def _indices(tasks: Any) -> list[int]:

@@ -186,35 +186,63 @@ def ensure_writable(directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def scratch_directory(parent: Path | None) -> Iterator[Path]:
+def scratch_directory(parent: Path | None, name: str = "scratch") -> Iterator[Path]:
     """A temporary directory that is swept like a temporary file if its owner dies."""
-    path = Path(parent or tempfile.gettempdir()) / new_temp_name("scratch")
+    path = Path(parent or tempfile.gettempdir()) / new_temp_name(name)
     make_directory(path.parent)
     path.mkdir(mode=0o700)
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
+        # For a sweeper in another container, which does not see this process.
+        _claim_if_possible(descriptor)
         yield path
     finally:
+        os.close(descriptor)
         shutil.rmtree(path, ignore_errors=True)
 
 
 def sweep_orphans(directory: Path) -> list[str]:
     """Remove temporary files and directories whose owners are gone; return their names."""
     swept = []
+    for path in find_orphans(directory):
+        try:
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                os.unlink(path)
+            swept.append(path.name)
+        except OSError as error:
+            _log_unswept(path, error)
+    return swept
+
+
+def find_orphans(directory: Path) -> Iterator[Path]:
+    """The temporary files and directories in ``directory`` whose owners are gone."""
     with os.scandir(directory) as entries:
         names = [entry.name for entry in entries if owner_of(entry.name)]
     for name in names:
         path = directory / name
         try:
-            if _is_orphan(path):
-                if path.is_dir():
-                    shutil.rmtree(path)
-                else:
-                    os.unlink(path)
-                swept.append(name)
+            orphan = _is_orphan(path)
         except OSError as error:
-            # Gone meanwhile, or not ours to remove: no reason for a save to fail.
-            _log.debug("Did not sweep %s: %s", path, error)
-    return swept
+            _log_unswept(path, error)
+            continue
+        if orphan:
+            yield path
+
+
+def _log_unswept(path: Path, error: OSError) -> None:
+    # Gone meanwhile, or not ours to remove: no reason for a save to fail.
+    _log.debug("Did not sweep %s: %s", path, error)
+
+
+def sync_file(path: str | os.PathLike[str]) -> None:
+    """Let what somebody has written to a file reach the disk; a failure is final."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        _sync_to_device(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _open_unique(target: Path) -> tuple[Path, int]:

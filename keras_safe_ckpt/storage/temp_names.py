@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 _PATTERN = re.compile(
-    r"^\..+\.(?P<boot>[0-9a-f]{8})-(?P<space>\d+)-(?P<pid>\d+)-(?P<start>\d+)"
+    r"^\.(?P<stem>.+)\.(?P<boot>[0-9a-f]{8})-(?P<space>\d+)-(?P<pid>\d+)-(?P<start>\d+)"
     r"-[0-9a-f]{12}\.kscktmp$"
 )
 #: Room for the owner's part within the 255 bytes that file systems allow.
-_LONGEST_STEM_BYTES = 160
+LONGEST_STEM_BYTES = 160
 
 
 class TempOwner(NamedTuple):
@@ -42,7 +42,7 @@ class TempOwner(NamedTuple):
 
 def new_temp_name(target_name: str) -> str:
     """A name that nobody else has, for the file that is to become ``target_name``."""
-    stem = target_name.encode(errors="surrogateescape")[:_LONGEST_STEM_BYTES]
+    stem = target_name.encode(errors="surrogateescape")[:LONGEST_STEM_BYTES]
     pid = os.getpid()
     process = f"{_pid_namespace()}-{pid}-{_start_time(pid) or 0}"
     owner = f"{_boot_id()}-{process}-{secrets.token_hex(6)}"
@@ -55,6 +55,12 @@ def owner_of(name: str) -> TempOwner | None:
     if match is None:
         return None
     return TempOwner(match["boot"], *(int(match[key]) for key in ("space", "pid", "start")))
+
+
+def target_of(name: str) -> str | None:
+    """What a temporary file was to become, if its name is not too long; None for any other."""
+    match = _PATTERN.match(name)
+    return None if match is None else match["stem"]
 
 
 @functools.cache

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from types import FrameType
 
-from keras_safe_ckpt.callbacks.preemption_settings import Settings
 from keras_safe_ckpt.cluster.agreement import Request, agreement_in
 from keras_safe_ckpt.cluster.cohort import Cohort
 from keras_safe_ckpt.errors import AgreementError
@@ -87,14 +86,14 @@ class Lookout:
         self.desk.close()
         self._signals.answered()
 
-    def departure(self, settings: Settings) -> Departure | None:
-        """The way out of the program, if there is one; it has the signals from now on.
+    def departure(self, code: int | None) -> Departure | None:
+        """The way out of the program with ``code``, if any; it has the signals from now on.
 
         There is no gap in between, in which a signal could end the program in another way.
         """
-        if not settings.exits:
+        if code is None:
             return None
-        departure = Departure(settings.exit_code)
+        departure = Departure(code)
         departure.former = self._signals.hand_over(departure.on_signal)
         return departure
 

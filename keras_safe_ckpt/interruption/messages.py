@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from absl import logging
+import logging
+import sys
 
-from keras_safe_ckpt.storage.keras_internals import import_keras
+_log = logging.getLogger(__name__)
 
 
 def say(message: str) -> None:
@@ -12,10 +13,13 @@ def say(message: str) -> None:
 
     Nothing depends on it: a screen that is closed, or cannot show the message, stops nothing.
     """
-    if not import_keras().config.is_interactive_logging_enabled():
-        logging.info(message)
+    keras = sys.modules.get("keras")
+    if keras is not None and not keras.config.is_interactive_logging_enabled():
+        from absl import logging as absl_logging
+
+        absl_logging.info(message)
         return
     try:
         print(message, flush=True)
     except (OSError, ValueError) as error:
-        logging.warning("%s (not on the screen: %s)", message.strip(), error)
+        _log.warning("%s (not on the screen: %s)", message.strip(), error)

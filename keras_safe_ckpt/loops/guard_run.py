@@ -1,0 +1,271 @@
+"""The life of a `PreemptionGuard`: from its making to a notice, or to the end of the loop."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from keras_safe_ckpt.cluster.agreement import Request
+from keras_safe_ckpt.cluster.cohort import Cohort, open_cohort
+from keras_safe_ckpt.cluster.roles import Role
+from keras_safe_ckpt.errors import AgreementError, ClusterConfigError
+from keras_safe_ckpt.interruption.ending import Ending, end_program
+from keras_safe_ckpt.interruption.lookout import Lookout, ends_run, stops
+from keras_safe_ckpt.interruption.report import Report
+from keras_safe_ckpt.loops.guard_save import GuardSave
+from keras_safe_ckpt.loops.guarded_state import GuardedState
+from keras_safe_ckpt.preemption.leaving import stay
+from keras_safe_ckpt.preemption.pace import Pace
+
+_log = logging.getLogger(__name__)
+
+
+class GuardRun:
+    """Boundaries are where nothing is half done: between two steps, or after the last one.
+
+    All workers that train together come to the same boundaries in the same order.
+    """
+
+    def __init__(self, ending: Ending, role: Role, state: GuardedState) -> None:
+        stay()  # Whoever trains again does not leave.
+        self._ending = ending
+        self._role = role
+        self._state = state
+        self._cohort = _cohort(role)
+        self._pace = Pace()
+        self._report = Report(state.events, role, verbose=ending.verbose > 0)
+        self._last_save = GuardSave(state, role, self._cohort, self._pace)
+        self._put_back: Callable[[], None] | None = None
+        self._since: float | None = None
+        #: How many runs were made, those before a restart included.
+        self.runs = 0
+        #: Why it has ended the loop; None if it has not.
+        self.preempted: str | None = None
+        self.is_over = False
+        with self._others_told():
+            self.runs = state.restore(self._cohort, role)
+        if self.runs:
+            self._report.note("resume", runs=self.runs)
+            self._report.say(f"Going on after {self.runs} runs")
+        self._lookout = Lookout(
+            ending.choice,
+            self._cohort,
+            self._pace,
+            grace_seconds=ending.grace_period,
+            is_wanted=lambda frame: True,
+            on_notice=self._report.notice,
+            name="guard",
+        )
+        self._lookout.start()
+
+    # Steps and what is between them.
+
+    def step(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call it; whoever fails in it takes the others along."""
+        began = time.perf_counter()
+        if self.is_over or not self._role.trains_together:
+            result = function(*args, **kwargs)
+        else:
+            result = self._step_together(function, args, kwargs)
+        self.runs += 1
+        self._pace.batch_took(time.perf_counter() - began)
+        return result
+
+    def _step_together(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        from tensorflow.errors import OutOfRangeError
+
+        try:
+            with self._cohort.guarding():
+                try:
+                    return function(*args, **kwargs)
+                except (StopIteration, OutOfRangeError) as error:
+                    end_of_data = error  # For all of them, and no failure.
+        except AgreementError as gone:
+            if self._put_back is not None:
+                # All were about to stop: what there was before this step can be saved.
+                self._put_back()
+                self._stop_alone(gone)
+            raise
+        raise end_of_data
+
+    def counts(self) -> None:
+        """A step was made elsewhere, since the last boundary."""
+        self.runs += 1
+        if self._since is not None:
+            self._pace.batch_took(time.perf_counter() - self._since)
+
+    def boundary(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
+        """Act on what is due here. ``args`` and ``kwargs`` are for the save, if there is one."""
+        if self.is_over:
+            return
+        self._put_back = self._state.hold() if self._lookout.expects else None
+        try:
+            due = self._lookout.after_step()
+        except AgreementError as gone:
+            self._stop_alone(gone)
+            raise
+        if due:
+            request = stops(due)
+            if request is None:
+                self._save(due[0], args, kwargs or {})
+            else:
+                self._stop(request, args, kwargs or {})
+        self._since = time.perf_counter()
+
+    @contextlib.contextmanager
+    def guarding(self) -> Iterator[None]:
+        """What fails in here ends the other workers, too."""
+        if self.is_over or not self._role.trains_together:
+            yield
+        else:
+            with self._cohort.guarding():
+                yield
+
+    # The end.
+
+    def end(self) -> None:
+        """The loop has come to its end: what all were to stop for is due now."""
+        if self.is_over:
+            return
+        try:
+            last = self._last_request()
+        except AgreementError as gone:
+            if self._is_pressed():
+                self._stop_alone(gone)
+            raise
+        if last is not None:
+            self._stop(last, (), {})
+        self.close()
+
+    def end_with_program(self) -> None:
+        """The program ends by itself, in time: there is nothing to start again."""
+        if not self.is_over:
+            self._save_at_end()
+            self._lookout.answered()
+            self.close()
+
+    def let_go(self) -> None:
+        """Nobody has this guard any more, and the program goes on.
+
+        A signal that nobody has answered has its effect then; what was trained is saved before.
+        """
+        if self.is_over:
+            return
+        if self._is_pressed() and threading.current_thread() is threading.main_thread():
+            self._save_at_end()
+        self.close()
+
+    def fail(self, error: BaseException) -> None:
+        """The loop ends by an error."""
+        if isinstance(error, Exception) and self._role.trains_together and not self.is_over:
+            self._cohort.fail(error)
+        self.close()
+
+    def close(self) -> None:
+        if not self.is_over:
+            self.is_over = True
+            self._lookout.close()
+            self._cohort.close()
+
+    def _last_request(self) -> Request | None:
+        return ends_run(self._lookout.at_end())
+
+    def _is_pressed(self) -> bool:
+        """Whether a notice holds here; of one that another worker has, `at_end` tells."""
+        return self._lookout.desk.pressing is not None
+
+    def _save_at_end(self) -> None:
+        try:
+            last = self._last_request()
+            if last is not None:
+                self._save(last, (), {})
+        except AgreementError as gone:
+            if not self._is_pressed():
+                _log.debug("The others have ended before: %s", gone)
+                return
+            outcome = self._last_save.alone(self.runs, gone, self._lookout.desk.seconds_left())
+            self._report.say(f"After {self.runs} runs: {outcome}")
+
+    def _save(self, request: Request, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """And go on. If it fails, the last one will be tried at the end."""
+        began = time.perf_counter()
+        outcome = self._last_save.together(self.runs, args, kwargs, self._seconds_left(request))
+        seconds = time.perf_counter() - began
+        self._report.note("backup", runs=self.runs, reason=request.reason, outcome=outcome)
+        self._report.say(f"After {self.runs} runs: {outcome} ({request.reason}; {seconds:.2f} s)")
+
+    def _stop(self, request: Request, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._lookout.answered()
+        began = time.perf_counter()
+        waited = time.monotonic() - request.heard
+        facts = {"reason": request.reason, "task": request.task}
+        self._report.note("agreement", runs=self.runs, seconds=waited, **facts)
+        self._report.say(
+            f"Stopping after {self.runs} runs ({request.reason}, {request.task}; "
+            f"{waited:.2f} s ago)"
+        )
+        outcome = self._last_save.together(self.runs, args, kwargs, self._seconds_left(request))
+        self._leave(request.reason, request.task, outcome, began)
+
+    def _stop_alone(self, gone: AgreementError) -> None:
+        self._lookout.answered()
+        began = time.perf_counter()
+        self._report.say(f"Stopping after {self.runs} runs: {gone.reason}")
+        outcome = self._last_save.alone(self.runs, gone, self._lookout.desk.seconds_left())
+        self._leave(gone.reason, self._role.task, outcome, began, degraded=True)
+
+    def _leave(
+        self, reason: str, task: str, outcome: str, began: float, *, degraded: bool = False
+    ) -> None:
+        seconds, ending = time.perf_counter() - began, self._ending.describe("the loop goes on")
+        self._report.note(
+            "preempted",
+            runs=self.runs,
+            reason=reason,
+            task=task,
+            outcome=outcome,
+            ending=ending,
+            degraded=degraded,
+            seconds=seconds,
+        )
+        self._report.say(f"{outcome[0].upper()}{outcome[1:]} ({seconds:.2f} s); {ending}")
+        departure = self._lookout.departure(self._ending.departure_code)
+        self.preempted = reason
+        self.close()
+        end_program(departure, self._ending.exit_fn)
+
+    def _seconds_left(self, request: Request) -> float | None:
+        ends = (self._lookout.desk.seconds_left(), request.seconds_left())
+        return min((seconds for seconds in ends if seconds is not None), default=None)
+
+    @contextlib.contextmanager
+    def _others_told(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.fail_before_start(error)
+            raise
+
+    def fail_before_start(self, error: Exception) -> None:
+        """The others wait for this one."""
+        if self._role.trains_together and not isinstance(error, AgreementError):
+            self._cohort.fail(error)
+
+
+def program_has_failed() -> bool:
+    """Whether the interpreter ends by an error: then nobody knows what is half done."""
+    return getattr(sys, "last_value", None) is not None
+
+
+def _cohort(role: Role) -> Cohort:
+    cohort = open_cohort(role)
+    if cohort is None:
+        raise ClusterConfigError(
+            "cluster_resolver", "its workers have no way to agree when to stop"
+        )
+    return cohort

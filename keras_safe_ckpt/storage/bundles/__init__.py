@@ -1,0 +1,1 @@
+"""Checkpoints of TensorFlow, which consist of several files: read, verified and published."""

@@ -1,0 +1,82 @@
+"""One checkpoint of TensorFlow in a directory: its files, and whether they are whole."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from keras_safe_ckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    UnreadableCheckpointError,
+)
+from keras_safe_ckpt.storage.bundles.entry_bytes import are_whole
+from keras_safe_ckpt.storage.bundles.index import Index, read_index
+
+_PART = re.compile(r"^(?P<name>[^.].*)\.(?P<kind>index|data-\d{5}-of-\d{5})$")
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """``name`` is what its files begin with, such as ``ckpt-7``."""
+
+    directory: Path
+    name: str
+
+    @property
+    def prefix(self) -> str:
+        """What TensorFlow calls the path of a checkpoint."""
+        return os.path.join(self.directory, self.name)
+
+    @property
+    def index(self) -> Path:
+        return self.directory / f"{self.name}.index"
+
+    def data(self, shard: int, shards: int) -> Path:
+        return self.directory / f"{self.name}.data-{shard:05d}-of-{shards:05d}"
+
+    def check(self) -> Index:
+        """Raise unless all parts are there and as long as they must be."""
+        index = read_index(self.index)
+        for shard, least in enumerate(index.least_sizes()):
+            path = self.data(shard, index.shards)
+            try:
+                size = os.stat(path).st_size
+            except FileNotFoundError:
+                raise CorruptCheckpointError(self.prefix, f"{path.name} is missing") from None
+            except OSError as error:
+                raise UnreadableCheckpointError(path, error) from error
+            if size < least:
+                raise CorruptCheckpointError(
+                    self.prefix, f"{path.name} has {size} bytes and should have {least}"
+                )
+        return index
+
+    def verify(self) -> None:
+        """Read every byte; raise if a checksum does not hold."""
+        index = self.check()
+        for shard in range(index.shards):
+            path = self.data(shard, index.shards)
+            entries = [entry for entry in index.entries if entry.shard == shard]
+            try:
+                with open(path, "rb", buffering=0) as file:
+                    for entry in sorted(entries, key=lambda entry: entry.offset):
+                        if not entry.sliced and not are_whole(file.fileno(), entry):
+                            raise CorruptCheckpointError(
+                                self.prefix, f"the checksum of {entry.name!r} is wrong"
+                            )
+            except FileNotFoundError:
+                raise CheckpointNotFoundError(path) from None
+            except OSError as error:
+                raise UnreadableCheckpointError(path, error) from error
+
+
+def part_of(file_name: str, meta_suffix: str = "meta") -> tuple[str, str] | None:
+    """The checkpoint that a file belongs to by its name, and which part it is."""
+    match = _PART.match(file_name)
+    if match is not None:
+        return match["name"], match["kind"]
+    name, _, kind = file_name.rpartition(".")
+    return (name, kind) if name and not name.startswith(".") and kind == meta_suffix else None

@@ -1,0 +1,141 @@
+"""The index of a checkpoint of TensorFlow: which tensors it has, and where their bytes are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from keras_safe_ckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    UnreadableCheckpointError,
+)
+from keras_safe_ckpt.storage.bundles.table import TableError, read_table, read_varint
+
+_LARGEST_INDEX_BYTES = 1 << 28
+_MOST_SHARDS = 99_999  # Five digits in the name of a file.
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor. ``sliced``: its bytes are in other entries, a part of it each."""
+
+    name: str
+    dtype: int
+    count: int
+    shard: int
+    offset: int
+    size: int
+    checksum: int
+    sliced: bool
+
+
+@dataclass(frozen=True)
+class Index:
+    """All tensors of a checkpoint, whose bytes are in ``shards`` files."""
+
+    shards: int
+    entries: tuple[Entry, ...]
+
+    def least_sizes(self) -> list[int]:
+        """How long each of the data files must be."""
+        sizes = [0] * self.shards
+        for entry in self.entries:
+            sizes[entry.shard] = max(sizes[entry.shard], entry.offset + entry.size)
+        return sizes
+
+
+def read_index(path: Path) -> Index:
+    """Raises an error of the tree for whatever is not a whole index."""
+    try:
+        with open(path, "rb") as file:
+            if os.fstat(file.fileno()).st_size > _LARGEST_INDEX_BYTES:
+                raise CorruptCheckpointError(path, "it is too large for an index")
+            data = file.read()
+    except FileNotFoundError:
+        raise CheckpointNotFoundError(path) from None
+    except OSError as error:
+        raise UnreadableCheckpointError(path, error) from error
+    try:
+        return _parsed(data)
+    except TableError as error:
+        raise CorruptCheckpointError(path, str(error)) from None
+
+
+def _parsed(data: bytes) -> Index:
+    shards, entries = None, []
+    for key, value in read_table(data):
+        if shards is None:
+            if key:
+                raise TableError("it does not say how many data files there are")
+            shards = _number(dict(_fields(value)), 1)
+            if not 1 <= shards <= _MOST_SHARDS:
+                raise TableError(f"it speaks of {shards} data files")
+            continue
+        entry = _entry(key, value)
+        if entry.shard >= shards:
+            raise TableError(f"a tensor is in data file {entry.shard} of {shards}")
+        entries.append(entry)
+    if shards is None:
+        raise TableError("it is empty")
+    return Index(shards, tuple(entries))
+
+
+def _entry(key: bytes, value: bytes) -> Entry:
+    fields: dict[int, int | bytes] = {}
+    sliced, count = False, 1
+    for number, content in _fields(value):
+        fields[number] = content
+        sliced = sliced or number == 7
+        if number == 2 and isinstance(content, bytes):
+            count = _elements(content)
+    return Entry(
+        name=key.decode(errors="replace"),
+        dtype=_number(fields, 1),
+        count=count,
+        shard=_number(fields, 3),
+        offset=_number(fields, 4),
+        size=_number(fields, 5),
+        checksum=_number(fields, 6),
+        sliced=sliced,
+    )
+
+
+def _elements(shape: bytes) -> int:
+    count = 1
+    for number, dimension in _fields(shape):
+        if number == 2 and isinstance(dimension, bytes):
+            count *= _number(dict(_fields(dimension)), 1)
+    return count
+
+
+def _number(fields: dict[int, int | bytes], key: int) -> int:
+    value = fields.get(key, 0)
+    if not isinstance(value, int) or value >= 1 << 63:
+        raise TableError("an entry of it makes no sense")
+    return value
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """The fields of a protocol buffer, by number."""
+    position = 0
+    while position < len(message):
+        tag, position = read_varint(message, position)
+        kind, length = tag & 7, 0
+        if kind == 0:
+            value, position = read_varint(message, position)
+            yield tag >> 3, value
+            continue
+        if kind == 2:
+            length, position = read_varint(message, position)
+        elif kind in (1, 5):
+            length = 8 if kind == 1 else 4
+        else:
+            raise TableError("an entry of it makes no sense")
+        content = message[position : position + length]
+        if len(content) != length:
+            raise TableError("an entry of it is cut off")
+        position += length
+        yield tag >> 3, content if kind == 2 else int.from_bytes(content, "little")
