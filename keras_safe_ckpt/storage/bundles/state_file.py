@@ -1,15 +1,30 @@
-"""The file in which TensorFlow keeps which checkpoints a directory has (``checkpoint``)."""
+"""The file in which TensorFlow keeps which checkpoints a directory has (``checkpoint``).
+
+It is a message of protocol buffers as text, a field a line. It is read and written without
+TensorFlow, and believed only where the checkpoints themselves do not tell more.
+"""
 
 from __future__ import annotations
 
+import math
 import os
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from keras_safe_ckpt.storage.atomic import write_atomically
 
 DEFAULT_NAME = "checkpoint"
+
+_LATEST, _ALL = "model_checkpoint_path", "all_model_checkpoint_paths"
+_TIMES, _PRESERVED = "all_model_checkpoint_timestamps", "last_preserved_timestamp"
+_LINE = re.compile(
+    rb"""\s*(\w+)\s*:\s*(?:"((?:[^"\\]|\\.)*)"|'((?:[^'\\]|\\.)*)'|([-+\w.]+))\s*(?:\#.*)?"""
+)
+_ESCAPE = re.compile(rb"\\(?:([0-7]{1,3})|x([0-9a-fA-F]{1,2})|(.))", re.DOTALL)
+_LETTERS = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b"a": b"\a", b"b": b"\b", b"f": b"\f"}
+_LARGEST_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -25,61 +40,85 @@ class State:
 
 
 def read_state(directory: Path, name: str = DEFAULT_NAME) -> State | None:
-    """What the file says of this directory; None if it is not there or says nothing sensible.
-
-    It is what TensorFlow goes by. Nothing here does, where the files themselves tell more.
-    """
-    import tensorflow as tf
-
-    path = directory / name
+    """What the file says of this directory; None if it is not there or says nothing sensible."""
     try:
-        # TensorFlow would log a warning, and raise for some of what a crash can leave behind.
-        if not path.is_file() or not path.read_text(encoding="utf-8").strip():
-            return None
-        proto = tf.train.get_checkpoint_state(str(directory), name)
-    except (OSError, ValueError, tf.errors.OpError):
+        with open(directory / name, "rb") as file:
+            if os.fstat(file.fileno()).st_size > _LARGEST_BYTES:
+                return None
+            fields = list(_fields(file.read()))
+        times = [float(value) for key, value in fields if key == _TIMES]
+        preserved = [float(value) for key, value in fields if key == _PRESERVED]
+    except (OSError, ValueError):
         return None
-    if proto is None:
-        return None
-    times = list(proto.all_model_checkpoint_timestamps)
-    if len(times) != len(proto.all_model_checkpoint_paths):
+    paths = [os.fsdecode(value) for key, value in fields if key == _ALL]
+    if not any(key == _LATEST and value for key, value in fields):
+        return None  # Cut off, or empty.
+    if len(times) != len(paths) or not all(map(math.isfinite, [*times, *preserved])):
         # The v1 Saver of TensorFlow keeps none.
-        times = [_time_of(directory, path) for path in proto.all_model_checkpoint_paths]
+        times = [_time_of(directory, path) for path in paths]
     entries = [
         (time, own)
-        for path, time in zip(proto.all_model_checkpoint_paths, times, strict=True)
+        for path, time in zip(paths, times, strict=True)
         if (own := _name_in(directory, path)) is not None
     ]
-    preserved = float(proto.last_preserved_timestamp)
-    return State({name: time for time, name in sorted(entries)}, preserved)
+    # By the times, and among equals as they are listed.
+    entries.sort(key=lambda entry: entry[0])
+    return State({own: time for time, own in entries}, preserved[-1] if preserved else 0.0)
 
 
 def write_state(directory: Path, state: State, newest: str, name: str = DEFAULT_NAME) -> None:
     """Durable and whole, or the old one; with names relative to the directory, which may move."""
-    import tensorflow as tf
-    from google.protobuf import text_format
+    listed = {n: t for n, t in state.listed.items() if n != newest}
+    listed[newest] = state.listed[newest]
+    lines = [
+        f'{_LATEST}: "{_escaped(newest)}"',
+        *(f'{_ALL}: "{_escaped(one)}"' for one in listed),
+        *(f"{_TIMES}: {time!r}" for time in listed.values()),
+        f"{_PRESERVED}: {state.preserved!r}",
+    ]
+    write_atomically(directory / name, "".join(f"{line}\n" for line in lines).encode("ascii"))
 
-    others = [listed for listed in state.listed if listed != newest]
-    times = [state.listed[listed] for listed in others]
-    proto: Any = tf.compat.v1.train.generate_checkpoint_state_proto(
-        str(directory),
-        newest,
-        all_model_checkpoint_paths=[*others, newest],
-        all_model_checkpoint_timestamps=[*times, state.listed[newest]],
-        last_preserved_timestamp=state.preserved,
+
+def _fields(text: bytes) -> Iterator[tuple[str, bytes]]:
+    for line in text.split(b"\n"):
+        if not line.strip() or line.lstrip().startswith(b"#"):
+            continue
+        match = _LINE.fullmatch(line)
+        if match is None:
+            raise ValueError("not a field of a message")
+        quoted = match[2] if match[2] is not None else match[3]
+        yield match[1].decode(), match[4] if quoted is None else _unescaped(quoted)
+
+
+def _unescaped(text: bytes) -> bytes:
+    def plain(match: re.Match[bytes]) -> bytes:
+        octal, hexadecimal, letter = match.groups()
+        if letter is not None:
+            return _LETTERS.get(letter, letter)
+        return bytes([int(octal, 8) & 255 if octal else int(hexadecimal, 16)])
+
+    return _ESCAPE.sub(plain, text)
+
+
+def _escaped(name: str) -> str:
+    return "".join(
+        chr(byte) if 32 <= byte < 127 and byte not in b'"\\' else f"\\{byte:03o}"
+        for byte in os.fsencode(name)
     )
-    write_atomically(directory / name, text_format.MessageToString(proto).encode())
 
 
 def _time_of(directory: Path, path: str) -> float:
     try:
         return os.stat(os.path.join(directory, f"{path}.index")).st_mtime
-    except OSError:
+    except (OSError, ValueError):
         return 0.0
 
 
 def _name_in(directory: Path, path: str) -> str | None:
     """The name of a checkpoint of this directory; None for one that is elsewhere."""
     parent, name = os.path.split(path)
-    there = os.path.realpath(os.path.join(directory, parent))
+    try:
+        there = os.path.realpath(os.path.join(directory, parent))
+    except ValueError:
+        return None  # With a NUL in it, say.
     return name if name and there == os.path.realpath(directory) else None
