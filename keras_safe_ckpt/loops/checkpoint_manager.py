@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import logging
 import math
 import os
 import threading
@@ -28,6 +29,8 @@ from keras_safe_ckpt.storage.lock_backend import Locks
 from keras_safe_ckpt.storage.paths import refuse_unsafe_name
 from keras_safe_ckpt.storage.restore import none_is_whole
 from keras_safe_ckpt.storage.room import ensure_room
+
+_log = logging.getLogger(__name__)
 
 _Manager: Any = tf.train.CheckpointManager
 
@@ -122,6 +125,7 @@ class SafeCheckpointManager(_Manager):  # type: ignore[misc]
         self._known_role: Role | None = None
         self._last_bytes = 0
         self._in_flight: StagedBundle | None = None
+        self._error: Exception | None = None
 
     # What there is.
 
@@ -191,6 +195,9 @@ class SafeCheckpointManager(_Manager):  # type: ignore[misc]
         finally:
             if in_flight is not None:
                 in_flight.discard()  # If TensorFlow did not come to write it.
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def save_alone(self) -> str | None:
         """`save` for a worker whose companions are gone: it writes, whoever it is."""
@@ -231,9 +238,10 @@ class SafeCheckpointManager(_Manager):  # type: ignore[misc]
             target = Bundle(self._place.path, staged.name)
             own, callbacks = _without_callbacks(options)
             if getattr(own, "enable_async", False) and tf.executing_eagerly():
-                # TensorFlow calls it on its thread, when it has written; an error comes back at
-                # the next save, or at `sync`.
-                own.experimental_write_callbacks = [lambda: self._publish(staged, callbacks)]
+                # TensorFlow calls it on its thread, when it has written.
+                own.experimental_write_callbacks = [
+                    lambda: self._publish_in_background(staged, callbacks)
+                ]
                 with file_errors(staged.prefix, target.prefix):
                     self._checkpoint.write(staged.prefix, options=own)
                 self._in_flight = staged
@@ -243,6 +251,15 @@ class SafeCheckpointManager(_Manager):  # type: ignore[misc]
                     self._checkpoint.write(staged.prefix, options=own)
                 self._publish(staged, callbacks)
             return self._path_of(target)
+
+    def _publish_in_background(
+        self, staged: StagedBundle, callbacks: list[Callable[..., object]]
+    ) -> None:
+        try:
+            self._publish(staged, callbacks)
+        except Exception as error:  # noqa: BLE001  # raised by the next save, or `sync`
+            self._error = error
+            _log.error("A save in the background failed: %s", error)
 
     def _publish(self, staged: StagedBundle, callbacks: list[Callable[..., object]]) -> None:
         bundle = staged.publish(self._keep)

@@ -33,7 +33,7 @@ from keras_safe_ckpt.storage.bundles.files import INDEX, double, place, remove
 from keras_safe_ckpt.storage.bundles.recovery import recover
 from keras_safe_ckpt.storage.bundles.state_file import State
 from keras_safe_ckpt.storage.lock_backend import HeldLock
-from keras_safe_ckpt.storage.paths import make_directory, refuse_unsafe_name
+from keras_safe_ckpt.storage.paths import make_directory, refuse_unsafe_name, refuse_unsafe_target
 from keras_safe_ckpt.storage.publishing import LOCK_NAME
 from keras_safe_ckpt.storage.temp_names import LONGEST_STEM_BYTES, owner_of, target_of
 
@@ -140,6 +140,8 @@ class StagedBundle:
             lock.ensure_held()
             yield None
             return
+        for kind in kinds:
+            refuse_unsafe_target(path / f"{self.name}.{kind}")
         number = 2
         while (aside := aside_of(self.name, number)) in parts:
             number += 1

@@ -1,0 +1,508 @@
+"""Checkpoints of TensorFlow in a directory: published, listed, replaced, and put right."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from bundle_files import PUBLISHING, copy_bundle, leftovers, names_in, value_of, write_value
+from keras_setup import tf
+from processes import kill, run, run_ok, start, strace, wait_until
+
+from keras_safe_ckpt.errors import CheckpointWriteError, UnsafePathError
+from keras_safe_ckpt.storage.bundles.bundle import Bundle
+from keras_safe_ckpt.storage.bundles.directory import BundleDirectory
+from keras_safe_ckpt.storage.bundles.family import Family, Keep
+from keras_safe_ckpt.storage.bundles.staging import StagedBundle, stage
+from keras_safe_ckpt.storage.bundles.state_file import State, read_state, write_state
+
+CKPT = Family("ckpt", bare=True)
+TWO = Keep(2)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Checkpoints that say 1 to 6, to be published."""
+    folder = tmp_path_factory.mktemp("made")
+    for value in range(1, 7):
+        write_value(folder / str(value), value)
+    return folder
+
+
+def publish(
+    directory: Path,
+    made: Path,
+    value: int,
+    *,
+    exactly: str | None = None,
+    keep: Keep = TWO,
+) -> Bundle:
+    place = BundleDirectory(directory)
+    with stage(place, CKPT, 1, exactly=exactly) as staged:
+        copy_bundle(made / str(value), Path(staged.prefix))
+        return staged.publish(keep)
+
+
+def newest(directory: Path) -> float:
+    return value_of(next(BundleDirectory(directory).whole(CKPT)).prefix)
+
+
+# The state file.
+
+
+@pytest.mark.parametrize("name", ["ckpt-7", 'quo"te', "back\\slash", "größe 7", "new\nline"])
+def test_tensorflow_reads_what_is_written(tmp_path, name):
+    write_state(tmp_path, State({"old": 1.5, name: 2.25}, 0.5), name)
+    found = tf.train.get_checkpoint_state(str(tmp_path))
+    assert found.model_checkpoint_path == str(tmp_path / name)
+    assert list(found.all_model_checkpoint_paths) == [str(tmp_path / "old"), str(tmp_path / name)]
+    assert list(found.all_model_checkpoint_timestamps) == [1.5, 2.25]
+    assert found.last_preserved_timestamp == 0.5
+    assert read_state(tmp_path) == State({"old": 1.5, name: 2.25}, 0.5)
+
+
+@pytest.mark.parametrize("name", ["ckpt-7", 'quo"te', "größe 7"])
+def test_what_tensorflow_writes_is_read(tmp_path, name):
+    checkpoint = tf.train.Checkpoint(v=tf.Variable(1.0))
+    manager = tf.train.CheckpointManager(checkpoint, str(tmp_path), 3, checkpoint_name=name)
+    manager.save()
+    manager.save()
+    state = read_state(tmp_path)
+    assert list(state.listed) == [f"{name}-1", f"{name}-2"]
+    assert all(abs(time.time() - since) < 600 for since in state.listed.values())
+
+
+def test_absolute_names_of_the_v1_saver_are_read(tmp_path):
+    write_value(tmp_path / "model-1", 1)
+    tf.compat.v1.train.update_checkpoint_state(str(tmp_path), str(tmp_path / "model-1"))
+    state = read_state(tmp_path)
+    assert list(state.listed) == ["model-1"]
+    assert state.listed["model-1"] == (tmp_path / "model-1.index").stat().st_mtime
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\n",
+        b"\0\xff\xfe binary",
+        b'model_checkpoint_path: "ckpt-1',
+        b"model_checkpoint_path: ckpt",
+        b"all_model_checkpoint_timestamps: nonsense\n" * 2,
+        b'model_checkpoint_path: ""\n',
+        b"[1, 2]",
+    ],
+)
+def test_a_damaged_state_file_says_nothing(tmp_path, content):
+    (tmp_path / "checkpoint").write_bytes(content)
+    state = read_state(tmp_path)
+    assert state is None or state.listed == {}
+
+
+def test_names_of_other_directories_are_not_ours(tmp_path):
+    text = 'model_checkpoint_path: "/etc/ckpt-1"\n'
+    for path in ("/etc/ckpt-1", "../x/ckpt-2", "a\\000b/ckpt-3", "sub/ckpt-4", "ckpt-5"):
+        text += f'all_model_checkpoint_paths: "{path}"\n'
+    (tmp_path / "checkpoint").write_text(text)
+    assert list(read_state(tmp_path).listed) == ["ckpt-5"]
+
+
+# Publishing.
+
+
+def test_numbers_are_taken_once(tmp_path, made):
+    place = BundleDirectory(tmp_path)
+    with stage(place, CKPT, 1) as one, stage(place, CKPT, 1) as two:
+        assert (one.name, two.name) == ("ckpt-1", "ckpt-2")  # Nothing is there yet.
+        for staged in (two, one):
+            copy_bundle(made / "1", Path(staged.prefix))
+            staged.publish(Keep())
+    assert names_in(tmp_path) == ["ckpt-1", "ckpt-2"]
+    assert next(place.whole(CKPT)).name == "ckpt-1"  # The last one that was published.
+    assert publish(tmp_path, made, 3).name == "ckpt-3"
+    with stage(place, CKPT, 10) as far:
+        assert far.name == "ckpt-10"
+
+
+def test_only_so_many_stay(tmp_path, made):
+    for value in range(1, 6):
+        publish(tmp_path, made, value)
+    assert names_in(tmp_path) == ["ckpt-4", "ckpt-5"]
+    assert leftovers(tmp_path) == []
+    assert list(read_state(tmp_path).listed) == ["ckpt-4", "ckpt-5"]
+    assert tf.train.latest_checkpoint(str(tmp_path)) == str(tmp_path / "ckpt-5")
+
+
+def test_families_do_not_delete_each_other(tmp_path, made):
+    publish(tmp_path, made, 1)
+    place = BundleDirectory(tmp_path)
+    for base in ("ckpt-a", "ck", "ckpt-a", "ckpt-a"):
+        with stage(place, Family(base), 1) as staged:
+            copy_bundle(made / "2", Path(staged.prefix))
+            staged.publish(Keep(1))
+    assert names_in(tmp_path) == ["ck-1", "ckpt-1", "ckpt-a-3"]
+
+
+def test_one_of_each_hour_stays(tmp_path, made, monkeypatch):
+    now = time.time()
+    keep = Keep(1, every_seconds=3600)
+    for hours in (0, 0.5, 1.2, 1.4, 2.9, 3.0):
+        monkeypatch.setattr(time, "time", lambda hours=hours: now + hours * 3600)
+        publish(tmp_path, made, 1, keep=keep)
+    # 0.5 after the first and so on: one when an hour has passed since the one before.
+    assert names_in(tmp_path) == ["ckpt-3", "ckpt-5", "ckpt-6"]
+    # They stay, whoever saves next, and however few are kept.
+    monkeypatch.setattr(time, "time", lambda: now + 4 * 3600)
+    publish(tmp_path, made, 1, keep=Keep(1))
+    assert names_in(tmp_path) == ["ckpt-3", "ckpt-5", "ckpt-7"]
+
+
+def test_a_clock_that_was_set_back(tmp_path, made, monkeypatch):
+    publish(tmp_path, made, 1)
+    then = time.time()
+    monkeypatch.setattr(time, "time", lambda: then - 1e6)
+    publish(tmp_path, made, 2)
+    assert newest(tmp_path) == 2
+    publish(tmp_path, made, 3)
+    assert names_in(tmp_path) == ["ckpt-2", "ckpt-3"]
+    assert newest(tmp_path) == 3
+
+
+def test_the_same_name_again_replaces_it(tmp_path, made):
+    for value in (1, 2, 3):
+        publish(tmp_path, made, value, exactly="ckpt")
+        assert newest(tmp_path) == value
+    assert names_in(tmp_path) == ["ckpt"]
+    assert leftovers(tmp_path) == []
+
+
+def test_the_old_one_is_whole_until_the_new_one_is(tmp_path, made, monkeypatch):
+    publish(tmp_path, made, 1, exactly="ckpt")
+    seen = []
+    replace, unlink = os.replace, os.unlink
+
+    def looking(function):
+        def call(*args, **kwargs):
+            result = function(*args, **kwargs)
+            whole = list(BundleDirectory(tmp_path).whole(CKPT))
+            seen.append(max((value_of(bundle.prefix) for bundle in whole), default=None))
+            return result
+
+        return call
+
+    monkeypatch.setattr(os, "replace", looking(replace))
+    monkeypatch.setattr(os, "unlink", looking(unlink))
+    publish(tmp_path, made, 2, exactly="ckpt")
+    assert set(seen) == {1.0, 2.0}
+    assert seen == sorted(seen)
+
+
+def test_without_links_it_is_copied(tmp_path, made, monkeypatch):
+    def refused(*args: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    publish(tmp_path, made, 1, exactly="ckpt")
+    monkeypatch.setattr(os, "link", refused)
+    publish(tmp_path, made, 2, exactly="ckpt")
+    assert newest(tmp_path) == 2
+    assert names_in(tmp_path) == ["ckpt"]
+
+
+@pytest.mark.parametrize("exactly", [None, "ckpt-1"])
+@pytest.mark.parametrize("when", [1, 2])
+def test_a_failed_rename_leaves_what_was_there(tmp_path, made, monkeypatch, exactly, when):
+    publish(tmp_path, made, 1)
+    replace, calls = os.replace, []
+
+    def failing(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == when:
+            raise OSError(5, "Input/output error")
+        return replace(*args, **kwargs)
+
+    monkeypatch.setattr(os, "replace", failing)
+    with pytest.raises(CheckpointWriteError, match="EIO"):
+        publish(tmp_path, made, 2, exactly=exactly)
+    monkeypatch.undo()
+    assert names_in(tmp_path) == ["ckpt-1"]
+    assert leftovers(tmp_path) == []
+    assert newest(tmp_path) == 1
+    publish(tmp_path, made, 3, exactly=exactly)
+    assert newest(tmp_path) == 3
+
+
+def test_what_could_not_be_listed_is_counted_later(tmp_path, made, monkeypatch):
+    place = BundleDirectory(tmp_path)
+
+    def save(value: int) -> None:
+        with stage(place, CKPT, 1) as staged:
+            copy_bundle(made / str(value), Path(staged.prefix))
+            staged.publish(Keep(2))
+
+    save(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(BundleDirectory, "keep_state", _disk_is_full)
+        with pytest.raises(CheckpointWriteError):
+            save(2)
+    assert newest(tmp_path) == 2  # It is there all the same.
+    save(3)
+    save(4)
+    assert names_in(tmp_path) == ["ckpt-3", "ckpt-4"]
+
+
+def _disk_is_full(*args: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_what_tensorflow_did_not_write_is_not_published(tmp_path, made):
+    place = BundleDirectory(tmp_path)
+    with stage(place, CKPT, 1) as staged:
+        copy_bundle(made / "1", Path(staged.prefix))
+        Path(f"{staged.prefix}.data-00000-of-00001").write_bytes(b"short")
+        with pytest.raises(ValueError, match="should have"):
+            staged.publish(Keep())
+    assert names_in(tmp_path) == []
+    assert leftovers(tmp_path) == []
+
+
+def test_bad_names_and_places_are_refused(tmp_path, made):
+    place = BundleDirectory(tmp_path)
+    for name in ("", "a/b", ".hidden", "x" * 250):
+        with pytest.raises(UnsafePathError):
+            stage(place, CKPT, None, exactly=name)
+    (tmp_path / "file").touch()
+    with pytest.raises(UnsafePathError):
+        BundleDirectory(tmp_path / "file")
+    (tmp_path / "elsewhere").touch()
+    (tmp_path / "ckpt-1.index").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UnsafePathError):
+        publish(tmp_path, made, 1, exactly="ckpt-1")
+    assert (tmp_path / "elsewhere").read_bytes() == b""
+
+
+# Which one is the newest.
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        None,
+        "",
+        "\0garbage",
+        'model_checkpoint_path: "ckpt-1"\nall_model_checkpoint_paths: "ckpt-1"\n',
+        'model_checkpoint_path: "ckpt-9"\nall_model_checkpoint_paths: "ckpt-9"\n',
+        'model_checkpoint_path: "/elsewhere/ckpt-9"\n',
+    ],
+)
+def test_a_state_file_that_lies(tmp_path, made, text):
+    for value in (1, 2, 3):
+        publish(tmp_path, made, value, keep=Keep())
+    state = tmp_path / "checkpoint"
+    state.unlink() if text is None else state.write_text(text)
+    assert newest(tmp_path) == 3
+    publish(tmp_path, made, 4, keep=Keep(2))
+    assert newest(tmp_path) == 4
+    # What nobody knows to be managed is not deleted.
+    assert {"ckpt-2", "ckpt-3", "ckpt-4"} <= set(names_in(tmp_path))
+
+
+def test_a_copied_directory_has_the_same_order(tmp_path, made):
+    place = tmp_path / "one"
+    for value in range(1, 6):
+        publish(place, made, value, keep=Keep())
+    files = sorted(place.glob("ckpt-*"), reverse=True)
+    for number, path in enumerate(files):  # As `cp -r` may date them.
+        os.utime(path, (number, number))
+    assert newest(place) == 5
+    place.rename(tmp_path / "two")
+    assert newest(tmp_path / "two") == 5
+
+
+def test_a_damaged_one_is_passed_over(tmp_path, made, caplog):
+    for value in (1, 2, 3):
+        publish(tmp_path, made, value, keep=Keep())
+    (tmp_path / "ckpt-3.data-00000-of-00001").unlink()
+    (tmp_path / "ckpt-2.index").write_bytes(b"nonsense")
+    assert newest(tmp_path) == 1
+    assert "ckpt-3" in caplog.text
+    assert "ckpt-2" in caplog.text
+
+
+# Readers.
+
+
+def test_nothing_is_deleted_under_a_reader(tmp_path, made, monkeypatch):
+    publish(tmp_path, made, 1)
+    publish(tmp_path, made, 2)
+    monkeypatch.setattr("keras_safe_ckpt.storage.bundles.staging._READERS_SECONDS", 0.1)
+    with BundleDirectory(tmp_path).reading():
+        publish(tmp_path, made, 3)
+        publish(tmp_path, made, 4)
+        assert names_in(tmp_path) == ["ckpt-1", "ckpt-2", "ckpt-3", "ckpt-4"]
+    publish(tmp_path, made, 5)
+    assert names_in(tmp_path) == ["ckpt-4", "ckpt-5"]
+
+
+def test_nothing_is_replaced_under_a_reader(tmp_path, made):
+    publish(tmp_path, made, 1, exactly="ckpt")
+    with BundleDirectory(tmp_path).reading():
+        other = threading.Thread(
+            target=publish, args=(tmp_path, made, 2), kwargs={"exactly": "ckpt"}
+        )
+        other.start()
+        other.join(0.3)
+        assert other.is_alive()
+        assert value_of(tmp_path / "ckpt") == 1
+    other.join(30)
+    assert value_of(tmp_path / "ckpt") == 2
+
+
+def test_a_directory_that_cannot_be_written_can_be_read(tmp_path, made, monkeypatch):
+    publish(tmp_path, made, 1)
+    for path in tmp_path.glob(".keras_safe_ckpt*"):
+        path.unlink()
+    # Root may write everywhere: ask as somebody who may not.
+    code = """
+import os
+os.setuid(65534)
+from keras_safe_ckpt.storage.bundles.directory import BundleDirectory
+place = BundleDirectory(sys.argv[1])
+with place.reading():
+    print([bundle.name for bundle in place.whole(None)])
+"""
+    for folder in (tmp_path, *tmp_path.parents[:3]):
+        folder.chmod(0o755)
+    if os.geteuid() != 0:
+        pytest.skip("needs root to become somebody else")
+    assert run_ok(code, tmp_path) == "['ckpt-1']\n"
+
+
+def test_nothing_to_read_is_nothing(tmp_path):
+    place = BundleDirectory(tmp_path / "missing")
+    with place.reading():
+        assert list(place.whole(None)) == []
+    assert not (tmp_path / "missing").exists()
+
+
+# What a killed process leaves.
+
+SCENES = {
+    # What is there before, what the killed process does, and how many stay.
+    "first": ("", "publish(FOLDER, MADE + '/3')"),
+    "pruning": (
+        "publish(FOLDER, MADE + '/1'); publish(FOLDER, MADE + '/2')",
+        "publish(FOLDER, MADE + '/3')",
+    ),
+    "replacing": (
+        "publish(FOLDER, MADE + '/1', exactly='ckpt-1')",
+        "publish(FOLDER, MADE + '/3', exactly='ckpt-1')",
+    ),
+    "only one stays": (
+        "publish(FOLDER, MADE + '/1', keep=Keep(1))",
+        "publish(FOLDER, MADE + '/3', keep=Keep(1))",
+    ),
+}
+CALLS = (
+    *("rename", "link", "unlink", "unlinkat", "fsync", "mkdir", "rmdir", "utimensat"),
+    *("write", "pwrite64", "ftruncate", "flock"),
+)
+
+
+def killed_at(scene: str, call: str, when: int, folder: Path, made: Path) -> bool:
+    """Kill a process at its n-th such call; whether it came so far. Then look, and save again."""
+    before, doing = SCENES[scene]
+    header = PUBLISHING + "FOLDER, MADE = sys.argv[1:3]\n"
+    if before:
+        run_ok(header + before, folder, made)
+    else:
+        folder.mkdir()
+    done = run(header + doing, folder, made, prefix=strace(f"{call}:signal=KILL:when={when}"))
+    if done.returncode == 0:
+        return False
+    assert "Error" not in done.stderr, done.stderr
+    whole = [value_of(bundle.prefix) for bundle in BundleDirectory(folder).whole(CKPT)]
+    old = {"first": [], "pruning": [2.0, 1.0]}.get(scene, [1.0])
+    if old:
+        assert whole, f"nothing is left after {call} {when}"
+        assert whole[0] in (old[0], 3.0), (call, when, whole)
+    latest = tf.train.latest_checkpoint(str(folder))
+    if latest is not None:
+        assert value_of(latest) in (*old, 3.0)
+    # The next one puts everything right.
+    keep = Keep(1) if scene == "only one stays" else Keep(2)
+    publish(folder, made, 4, keep=keep)
+    assert leftovers(folder) == [], (call, when)
+    publish(folder, made, 5, keep=keep)
+    assert newest(folder) == 5
+    assert len(names_in(folder)) == keep.most, (call, when, names_in(folder))
+    assert list(read_state(folder).listed) == [
+        bundle.name for bundle in BundleDirectory(folder).ordered(CKPT)
+    ]
+    assert tf.train.latest_checkpoint(str(folder)) == str(folder / names_in(folder)[-1])
+    return True
+
+
+def kill_at_all(scene: str, calls: list[tuple[str, int]], tmp_path: Path, made: Path) -> int:
+    tried = 0
+    ended: set[str] = set()
+    for call, when in calls:
+        if call in ended:
+            continue
+        if killed_at(scene, call, when, tmp_path / f"{call}-{when}", made):
+            tried += 1
+        else:
+            ended.add(call)
+    return tried
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_killed_at_some_system_calls(tmp_path, made, scene):
+    sample = [("rename", 2), ("rename", 3), ("unlink", 1), ("fsync", 7), ("rmdir", 1)]
+    if scene == "replacing":
+        sample = [("link", 2), ("unlink", 1), ("unlink", 2), ("rename", 1), ("rename", 2)]
+    assert kill_at_all(scene, sample, tmp_path, made) >= 3
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("scene", SCENES)
+def test_killed_at_every_system_call(tmp_path, made, scene, record_property):
+    calls = [(call, when) for call in CALLS for when in range(1, 60)]
+    tried = kill_at_all(scene, calls, tmp_path, made)
+    assert tried >= 12
+    record_property("campaign", f"bundles, {scene}: killed at {tried} system calls, all put right")
+
+
+def test_killed_at_random_while_others_save_and_read(tmp_path, made):
+    folder = tmp_path / "shared"
+    saving = PUBLISHING + "while True: publish(sys.argv[1], sys.argv[2] + '/3')"
+    rng = random.Random(3)
+    publish(folder, made, 1)
+    for _ in range(4):
+        children = [start(saving, folder, made) for _ in range(3)]
+        before = read_state(folder).listed
+        wait_until(lambda before=before: read_state(folder).listed != before, "they save")
+        deadline = time.monotonic() + rng.uniform(0.05, 0.4)
+        while time.monotonic() < deadline:
+            with BundleDirectory(folder).reading():
+                bundle = next(BundleDirectory(folder).whole(CKPT))
+                assert value_of(bundle.prefix) in (1.0, 3.0, 4.0)
+        for child in children:
+            kill(child)
+        publish(folder, made, 4)
+        assert newest(folder) == 4
+        assert leftovers(folder) == []
+        assert len(names_in(folder)) == 2
+
+
+def test_a_folder_of_a_living_process_stays(tmp_path, made):
+    place = BundleDirectory(tmp_path)
+    with stage(place, CKPT, 1) as living:
+        assert isinstance(living, StagedBundle)
+        publish(tmp_path, made, 2)
+        assert os.path.isdir(os.path.dirname(living.prefix))
+    assert leftovers(tmp_path) == []
