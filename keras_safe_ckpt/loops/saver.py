@@ -52,7 +52,7 @@ class SafeSaver(_Saver):  # type: ignore[misc]
         allow_empty: bool = False,
         write_version: int = _V2,
         pad_step_number: bool = False,
-        save_relative_paths: bool = True,
+        save_relative_paths: bool = False,
         filename: str | None = None,
         *,
         locks: Locks | None = None,
@@ -179,10 +179,9 @@ class SafeSaver(_Saver):  # type: ignore[misc]
         return [os.path.join(folder, b.name) for b in reversed(found) if b.name in listed]
 
     def _step(self, sess: Any, global_step: Any) -> str:
-        if isinstance(global_step, (str, bytes)):
-            global_step = sess.graph.as_graph_element(global_step, allow_operation=False)
-        if isinstance(global_step, (tf.Tensor, tf.Variable)) and not tf.executing_eagerly():
-            global_step = sess.run(global_step)
+        is_of_graph = isinstance(global_step, (str, tf.Tensor, tf.Variable))
+        if is_of_graph and not tf.executing_eagerly():
+            global_step = sess.run(global_step)  # A text is the name of a tensor.
         number = whole_number(global_step)
         return f"{number:08d}" if self._pads else str(number)
 
