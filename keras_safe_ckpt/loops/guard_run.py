@@ -21,6 +21,8 @@ from keras_safe_ckpt.loops.guard_save import GuardSave
 from keras_safe_ckpt.loops.guarded_state import GuardedState
 from keras_safe_ckpt.preemption.leaving import stay
 from keras_safe_ckpt.preemption.pace import Pace
+from keras_safe_ckpt.preemption.signals import end_now
+from keras_safe_ckpt.storage.writer import wait_for_all_writers
 
 _log = logging.getLogger(__name__)
 
@@ -150,14 +152,18 @@ class GuardRun:
             self.close()
 
     def let_go(self) -> None:
-        """Nobody has this guard any more, and the program goes on.
+        """Nobody has this guard any more, and the program goes on: the loop has ended.
 
-        A signal that nobody has answered has its effect then; what was trained is saved before.
+        From where this is called nothing can be raised: a notice ends the program here.
         """
         if self.is_over:
             return
         if self._is_pressed() and threading.current_thread() is threading.main_thread():
             self._save_at_end()
+            self._lookout.answered()
+            if self._ending.exits:
+                wait_for_all_writers()
+                end_now(self._ending.exit_code)
         self.close()
 
     def fail(self, error: BaseException) -> None:
