@@ -58,6 +58,11 @@ class Lookout:
         """Whether all are about to agree on something."""
         return self._agreement.expects
 
+    def is_pressed(self) -> bool:
+        """Whether a notice holds here; of one that another worker has, `at_end` tells."""
+        self._signals.report()
+        return self.desk.pressing is not None
+
     def after_step(self) -> tuple[Request, ...]:
         """What is due now; `AgreementError` if a worker does not answer."""
         if self._signals.unreported:

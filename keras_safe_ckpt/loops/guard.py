@@ -173,7 +173,7 @@ class PreemptionGuard:
     def end_with_program(self) -> None:
         """When the interpreter ends: save what a notice asked for, or let go."""
         if program_has_failed():
-            self._run.close()
+            self._run.give_up()
         else:
             self._run.end_with_program()
 

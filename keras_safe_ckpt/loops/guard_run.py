@@ -137,7 +137,7 @@ class GuardRun:
         try:
             last = self._last_request()
         except AgreementError as gone:
-            if self._is_pressed():
+            if self._lookout.is_pressed():
                 self._stop_alone(gone)
             raise
         if last is not None:
@@ -158,7 +158,7 @@ class GuardRun:
         """
         if self.is_over:
             return
-        if self._is_pressed() and threading.current_thread() is threading.main_thread():
+        if self._lookout.is_pressed() and threading.current_thread() is threading.main_thread():
             self._save_at_end()
             self._lookout.answered()
             if self._ending.exits:
@@ -167,9 +167,18 @@ class GuardRun:
         self.close()
 
     def fail(self, error: BaseException) -> None:
-        """The loop ends by an error."""
-        if isinstance(error, Exception) and self._role.trains_together and not self.is_over:
+        """The loop ends by an error: nobody knows what is half done, and nothing is saved."""
+        if self.is_over:
+            return
+        if isinstance(error, Exception) and self._role.trains_together:
             self._cohort.fail(error)
+        self.give_up()
+
+    def give_up(self) -> None:
+        """The program ends by an error, which is what everybody is to see."""
+        if not self.is_over and self._lookout.is_pressed():
+            _log.warning("The loop has failed before a notice could be acted on: nothing saved.")
+            self._lookout.answered()
         self.close()
 
     def close(self) -> None:
@@ -181,17 +190,13 @@ class GuardRun:
     def _last_request(self) -> Request | None:
         return ends_run(self._lookout.at_end())
 
-    def _is_pressed(self) -> bool:
-        """Whether a notice holds here; of one that another worker has, `at_end` tells."""
-        return self._lookout.desk.pressing is not None
-
     def _save_at_end(self) -> None:
         try:
             last = self._last_request()
             if last is not None:
                 self._save(last, (), {})
         except AgreementError as gone:
-            if not self._is_pressed():
+            if not self._lookout.is_pressed():
                 _log.debug("The others have ended before: %s", gone)
                 return
             outcome = self._last_save.alone(self.runs, gone, self._lookout.desk.seconds_left())
