@@ -13,10 +13,15 @@ from bundle_files import PUBLISHING, copy_bundle, leftovers, names_in, value_of,
 from keras_setup import tf
 from processes import kill, run, run_ok, start, strace, wait_until
 
-from keras_safe_ckpt.errors import CheckpointWriteError, UnsafePathError
+from keras_safe_ckpt.errors import (
+    CheckpointWriteError,
+    UnreadableCheckpointError,
+    UnsafePathError,
+)
 from keras_safe_ckpt.storage.bundles.bundle import Bundle
 from keras_safe_ckpt.storage.bundles.directory import BundleDirectory
 from keras_safe_ckpt.storage.bundles.family import Family, Keep
+from keras_safe_ckpt.storage.bundles.recovery import reading
 from keras_safe_ckpt.storage.bundles.staging import StagedBundle, stage
 from keras_safe_ckpt.storage.bundles.state_file import State, read_state, write_state
 
@@ -180,33 +185,18 @@ def test_the_same_name_again_replaces_it(tmp_path, made):
     assert leftovers(tmp_path) == []
 
 
-def test_the_old_one_is_whole_until_the_new_one_is(tmp_path, made, monkeypatch):
-    publish(tmp_path, made, 1, exactly="ckpt")
-    seen = []
-    replace, unlink = os.replace, os.unlink
-
-    def looking(function):
-        def call(*args, **kwargs):
-            result = function(*args, **kwargs)
-            whole = list(BundleDirectory(tmp_path).whole(CKPT))
-            seen.append(max((value_of(bundle.prefix) for bundle in whole), default=None))
-            return result
-
-        return call
-
-    monkeypatch.setattr(os, "replace", looking(replace))
-    monkeypatch.setattr(os, "unlink", looking(unlink))
-    publish(tmp_path, made, 2, exactly="ckpt")
-    assert set(seen) == {1.0, 2.0}
-    assert seen == sorted(seen)
-
-
 def test_without_links_it_is_copied(tmp_path, made, monkeypatch):
     def refused(*args: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
     publish(tmp_path, made, 1, exactly="ckpt")
     monkeypatch.setattr(os, "link", refused)
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", _disk_is_full)
+    with pytest.raises(CheckpointWriteError):
+        publish(tmp_path, made, 2, exactly="ckpt")
+    assert newest(tmp_path) == 1  # Put back by copying.
+    monkeypatch.setattr(os, "replace", replace)
     publish(tmp_path, made, 2, exactly="ckpt")
     assert newest(tmp_path) == 2
     assert names_in(tmp_path) == ["ckpt"]
@@ -256,6 +246,104 @@ def test_what_could_not_be_listed_is_counted_later(tmp_path, made, monkeypatch):
 
 def _disk_is_full(*args: object) -> None:
     raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(5, "Input/output error")])
+@pytest.mark.parametrize("exactly", [None, "ckpt-1"])
+def test_errors_after_it_is_in_its_place(tmp_path, made, monkeypatch, caplog, error, exactly):
+    """It is there, and counts from the next save on, of whatever process."""
+
+    def broken(*args: object) -> None:
+        raise error
+
+    publish(tmp_path, made, 1, exactly=exactly)
+    with monkeypatch.context() as patched:
+        patched.setattr(StagedBundle, "_record", broken)
+        patched.setattr("keras_safe_ckpt.storage.bundles.recovery.write_state", broken)
+        with pytest.raises((KeyboardInterrupt, CheckpointWriteError)) as raised:
+            publish(tmp_path, made, 2, exactly=exactly)
+    assert newest(tmp_path) == 2
+    assert raised.type is KeyboardInterrupt or raised.value.published
+    publish(tmp_path, made, 5, exactly=exactly)
+    publish(tmp_path, made, 6, exactly=exactly)
+    assert newest(tmp_path) == 6
+    assert len(names_in(tmp_path)) == (2 if exactly is None else 1)
+    assert leftovers(tmp_path) == []
+    assert "left half-way" in caplog.text
+
+
+@pytest.mark.parametrize("exactly", [None, "ckpt-1"])
+def test_an_error_at_each_step(tmp_path, made, monkeypatch, exactly):
+    """Of those that change a directory: nothing is left half-way, whichever it is."""
+    publish(tmp_path, made, 1)
+    tried = 0
+    for name in ("replace", "link", "fsync", "utime", "mkdir", "unlink"):
+        for when in range(1, 12):
+            calls: list[object] = []
+            real = getattr(os, name)
+
+            def failing(*args, real=real, calls=calls, when=when, **kwargs):
+                calls.append(args)
+                if len(calls) == when:
+                    raise OSError(5, "Input/output error")
+                return real(*args, **kwargs)
+
+            with monkeypatch.context() as patched:
+                patched.setattr(os, name, failing)
+                try:
+                    publish(tmp_path, made, 2, exactly=exactly)
+                except CheckpointWriteError:
+                    tried += 1
+            assert newest(tmp_path) in (1, 2), (name, when)
+            assert value_of(tf.train.latest_checkpoint(str(tmp_path))) in (1, 2), (name, when)
+            publish(tmp_path, made, 1, exactly=exactly)
+            assert newest(tmp_path) == 1, (name, when)
+            # What cannot be unlinked stays until the process is gone.
+            assert leftovers(tmp_path) == [] or name == "unlink", (name, when)
+            assert len(names_in(tmp_path)) <= 3, (name, when)
+            if len(calls) < when:
+                break
+    assert tried >= 5
+    publish(tmp_path, made, 5, exactly=exactly)
+    publish(tmp_path, made, 6, exactly=exactly)
+    assert len(names_in(tmp_path)) == (2 if exactly is None else 1)
+
+
+def test_a_state_file_that_cannot_be_replaced_is_known_before(tmp_path, made):
+    publish(tmp_path, made, 1)
+    (tmp_path / "checkpoint").unlink()
+    (tmp_path / "checkpoint").symlink_to(tmp_path / "elsewhere")
+    for _ in range(3):
+        with pytest.raises(UnsafePathError):
+            publish(tmp_path, made, 2)
+    assert names_in(tmp_path) == ["ckpt-1"]
+
+
+def test_one_directory_has_one_lock(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    assert BundleDirectory(tmp_path / "link").path == BundleDirectory(tmp_path / "real").path
+
+
+def test_a_checkpoint_that_is_called_as_a_copy_would_be(tmp_path, made):
+    publish(tmp_path, made, 1, exactly="ckpt~2", keep=Keep())
+    publish(tmp_path, made, 2, exactly="ckpt", keep=Keep())
+    publish(tmp_path, made, 3, exactly="ckpt", keep=Keep())
+    assert value_of(tmp_path / "ckpt~2") == 1
+
+
+def test_reading_on_a_full_disk(small_disk, made):
+    folder = small_disk("size=200k")
+    publish(folder, made, 1)
+    for path in folder.glob(".keras_safe_ckpt*"):
+        path.unlink()
+    with pytest.raises(OSError), open(folder / "filling", "wb") as file:  # noqa: PT011, PT012
+        while True:
+            file.write(bytes(4096))
+            file.flush()
+    place = BundleDirectory(folder)
+    with reading(place):
+        assert value_of(next(place.whole(CKPT)).prefix) == 1
 
 
 def test_what_tensorflow_did_not_write_is_not_published(tmp_path, made):
@@ -320,6 +408,71 @@ def test_a_copied_directory_has_the_same_order(tmp_path, made):
     assert newest(place) == 5
     place.rename(tmp_path / "two")
     assert newest(tmp_path / "two") == 5
+
+
+def test_copies_that_have_other_times(tmp_path, made):
+    """Those that are kept for ever are not listed, and their numbers tell that they are old."""
+    for value in range(1, 6):
+        publish(tmp_path, made, value, keep=Keep(2, every_seconds=1e-9))
+    assert len(names_in(tmp_path)) == 5
+    for number, path in enumerate(sorted(tmp_path.glob("ckpt-*.index"), reverse=True)):
+        os.utime(path, (2e9 + number, 2e9 + number))
+    assert newest(tmp_path) == 5
+    for path in tmp_path.glob("ckpt-*.index"):
+        os.utime(path, (1e9, 1e9))
+    assert newest(tmp_path) == 5
+
+
+def test_the_order_of_a_file_without_times(tmp_path, made):
+    """As the v1 Saver of TensorFlow writes it, and in a copy."""
+    names = [f"ckpt-{value}" for value in range(1, 6)]
+    for value, name in enumerate(names, 1):
+        copy_bundle(made / str(value), tmp_path / name)
+        os.utime(tmp_path / f"{name}.index", (2000 - value, 2000 - value))
+    lines = [f'all_model_checkpoint_paths: "{name}"' for name in names]
+    text = "\n".join(['model_checkpoint_path: "ckpt-5"', *lines])
+    (tmp_path / "checkpoint").write_text(text)
+    assert newest(tmp_path) == 5
+    publish(tmp_path, made, 6, keep=Keep(3, every_seconds=36e6))
+    assert names_in(tmp_path) == ["ckpt-4", "ckpt-5", "ckpt-6"]
+
+
+@pytest.mark.parametrize("times", ["1e300", "inf", "-inf", "nan", "1e18"])
+def test_times_that_cannot_be(tmp_path, made, times):
+    publish(tmp_path, made, 1)
+    state = tmp_path / "checkpoint"
+    lines = [line.partition(":") for line in state.read_text().splitlines()]
+    new = [f"{k}: {times}" if "timestamp" in k else f"{k}:{v}" for k, _, v in lines]
+    state.write_text("\n".join(new))
+    for value in (2, 3, 4, 5):
+        publish(tmp_path, made, value)
+        assert newest(tmp_path) == value
+    assert len(names_in(tmp_path)) <= 3  # The first one may count as kept for ever.
+
+
+def test_a_clock_that_was_set_back_without_a_state_file(tmp_path, made, monkeypatch):
+    publish(tmp_path, made, 1)
+    then = time.time()
+    monkeypatch.setattr(time, "time", lambda: then - 1e6)
+    (tmp_path / "checkpoint").unlink()
+    publish(tmp_path, made, 2)
+    (tmp_path / "checkpoint").unlink()
+    assert newest(tmp_path) == 2
+
+
+def test_one_that_cannot_be_read_now_is_not_taken_for_damaged(tmp_path, made, monkeypatch):
+    publish(tmp_path, made, 1)
+    publish(tmp_path, made, 2)
+    opened = open
+
+    def no_more_files(path, *args, **kwargs):
+        if str(path).endswith("ckpt-2.index"):
+            raise OSError(24, "Too many open files")
+        return opened(path, *args, **kwargs)
+
+    monkeypatch.setattr("builtins.open", no_more_files)
+    with pytest.raises(UnreadableCheckpointError, match="EMFILE"):
+        newest(tmp_path)
 
 
 def test_a_damaged_one_is_passed_over(tmp_path, made, caplog):
@@ -424,14 +577,15 @@ def killed_at(scene: str, call: str, when: int, folder: Path, made: Path) -> boo
     if done.returncode == 0:
         return False
     assert "Error" not in done.stderr, done.stderr
-    whole = [value_of(bundle.prefix) for bundle in BundleDirectory(folder).whole(CKPT)]
+    place = BundleDirectory(folder)
+    with reading(place):
+        whole = [value_of(bundle.prefix) for bundle in place.whole(CKPT)]
     old = {"first": [], "pruning": [2.0, 1.0]}.get(scene, [1.0])
     if old:
         assert whole, f"nothing is left after {call} {when}"
         assert whole[0] in (old[0], 3.0), (call, when, whole)
-    latest = tf.train.latest_checkpoint(str(folder))
-    if latest is not None:
-        assert value_of(latest) in (*old, 3.0)
+        # Now that one of ours has looked, TensorFlow finds it, too.
+        assert value_of(tf.train.latest_checkpoint(str(folder))) in (*old, 3.0)
     # The next one puts everything right.
     keep = Keep(1) if scene == "only one stays" else Keep(2)
     publish(folder, made, 4, keep=keep)
@@ -488,7 +642,7 @@ def test_killed_at_random_while_others_save_and_read(tmp_path, made):
         wait_until(lambda before=before: read_state(folder).listed != before, "they save")
         deadline = time.monotonic() + rng.uniform(0.05, 0.4)
         while time.monotonic() < deadline:
-            with BundleDirectory(folder).reading():
+            with reading(BundleDirectory(folder)):
                 bundle = next(BundleDirectory(folder).whole(CKPT))
                 assert value_of(bundle.prefix) in (1.0, 3.0, 4.0)
         for child in children:

@@ -182,7 +182,14 @@ def test_junk_is_no_index(tmp_path_factory, small_index, junk):
 def test_names_of_parts():
     assert part_of("ckpt-7.index") == ("ckpt-7", "index")
     assert part_of("a.b.data-00001-of-00012") == ("a.b", "data-00001-of-00012")
-    assert part_of("m.meta") == ("m", "meta")
-    assert part_of("m.graph", "graph") == ("m", "graph")
-    for other in ("checkpoint", "ckpt-7", ".ckpt-7.index", "events.jsonl", "x.data-1-of-2"):
+    assert part_of("m.meta", "meta") == ("m", "meta")
+    assert part_of("new\nline.index") == ("new\nline", "index")
+    for other in (
+        "m.meta",
+        "checkpoint",
+        "ckpt-7",
+        ".ckpt-7.index",
+        "events.jsonl",
+        "x.data-1-of-2",
+    ):
         assert part_of(other) is None

@@ -24,6 +24,7 @@ from keras_safe_ckpt import (
     SafeCheckpointManager,
     UnsafePathError,
 )
+from keras_safe_ckpt.storage.bundles.staging import StagedBundle
 from keras_safe_ckpt.storage.events import EventLog
 
 __all__ = ["shared_redis"]  # A fixture.
@@ -154,8 +155,13 @@ def test_a_number_of_the_users_is_used_as_it_is(tmp_path):
     assert checkpoint.v.numpy() == 2
     assert manager.restore_or_initialize() == str(tmp_path / "ckpt-5")
     assert checkpoint.v.numpy() == 3
-    with pytest.raises(ValueError, match="0 or more"):
-        manager.save(checkpoint_number=-1)
+    for number in (-1, 2**63):
+        with pytest.raises(ValueError, match="checkpoint_number"):
+            manager.save(checkpoint_number=number)
+    # As long as it gets: nanoseconds, say.
+    path = manager.save(checkpoint_number=1794918727550096123)
+    assert manager.latest_checkpoint == path
+    assert manager.save().endswith("-1794918727550096124")
 
 
 def test_saves_at_an_interval(tmp_path):
@@ -236,6 +242,35 @@ def test_an_error_in_the_background_comes_back(tmp_path, monkeypatch):
     manager.save(options=options)
     manager.sync()
     assert len(manager.checkpoints) == 1
+
+
+def test_what_tensorflow_cannot_write_in_the_background_is_said(tmp_path, monkeypatch):
+    checkpoint = checkpoint_of()
+    manager = SafeCheckpointManager(checkpoint, tmp_path, 2)
+    options = tf.train.CheckpointOptions(enable_async=True)
+    monkeypatch.setattr(StagedBundle, "prefix", property(lambda self: "/proc/nowhere/ckpt"))
+    manager.save(options=options)
+    with pytest.raises(CheckpointWriteError, match="TensorFlow has not written it"):
+        manager.sync()
+    assert leftovers(tmp_path) == []
+
+
+def test_a_save_in_the_background_is_what_is_restored(tmp_path):
+    checkpoint = checkpoint_of(3.0)
+    manager = SafeCheckpointManager(checkpoint, tmp_path, 2)
+    manager.save(options=tf.train.CheckpointOptions(enable_async=True))
+    checkpoint.v.assign(4.0)
+    assert manager.restore_or_initialize() == str(tmp_path / "ckpt-1")
+    assert checkpoint.v.numpy() == 3
+
+
+def test_the_checkpoint_of_version_1(tmp_path):
+    checkpoint = tf.compat.v1.train.Checkpoint(v=tf.Variable(3.0))
+    manager = SafeCheckpointManager(checkpoint, tmp_path, 2)
+    manager.save()
+    checkpoint.v.assign(4.0)
+    assert manager.restore_or_initialize() == str(tmp_path / "ckpt-1")
+    assert checkpoint.v.numpy() == 3
 
 
 def test_in_a_graph(tmp_path):

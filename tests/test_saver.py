@@ -119,6 +119,38 @@ def test_two_of_one_path_count_together(session):
     assert names_in_folder("run") == ["m-4", "m-5"]
 
 
+def test_one_that_keeps_all_and_one_that_does_not(session):
+    """An archive beside the newest ones: nobody deletes from it."""
+    archive, recent = SafeSaver(max_to_keep=None), SafeSaver(max_to_keep=1)
+    for step in range(6):
+        (recent if step % 2 else archive).save(session, "run/m", global_step=step)
+    assert names_in_folder("run") == ["m-0", "m-2", "m-4", "m-5"]
+
+
+def test_names_of_the_users_own_count_for_the_saver(session):
+    saver = SafeSaver(max_to_keep=2)
+    for number in range(4):
+        saver.save(session, f"run/model_{number}.ckpt")
+    assert names_in_folder("run") == ["model_2.ckpt", "model_3.ckpt"]
+    assert saver.last_checkpoints == ["run/model_2.ckpt", "run/model_3.ckpt"]
+
+
+def test_a_graph_of_the_users_stays(session):
+    saver = SafeSaver()
+    saver.export_meta_graph("run/m.meta")
+    saver.save(session, "run/m", write_meta_graph=False)
+    saver.save(session, "run/m", write_meta_graph=False)
+    assert os.path.exists("run/m.meta")
+
+
+def test_a_saver_of_a_graph_is_safe_too(session):
+    saver = SafeSaver.from_proto(SafeSaver(max_to_keep=1).to_proto())
+    assert isinstance(saver, SafeSaver)
+    for step in (1, 2):
+        saver.save(session, "run/m", global_step=step)
+    assert names_in_folder("run") == ["m-2"]
+
+
 @pytest.mark.parametrize("most", [0, None])
 def test_all_stay(session, most):
     saver = SafeSaver(max_to_keep=most)

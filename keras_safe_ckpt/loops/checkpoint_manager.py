@@ -18,17 +18,20 @@ from typing import Any
 import tensorflow as tf
 
 from keras_safe_ckpt.cluster.roles import Role
+from keras_safe_ckpt.errors import CheckpointWriteError
 from keras_safe_ckpt.loops.file_errors import file_errors
 from keras_safe_ckpt.loops.save_counter import SaveCounter, whole_number
 from keras_safe_ckpt.loops.training_role import role_in_loop
 from keras_safe_ckpt.storage.bundles.bundle import Bundle
 from keras_safe_ckpt.storage.bundles.directory import BundleDirectory
-from keras_safe_ckpt.storage.bundles.family import Family, Keep
+from keras_safe_ckpt.storage.bundles.family import LARGEST_NUMBER, Family, Keep
+from keras_safe_ckpt.storage.bundles.recovery import reading
 from keras_safe_ckpt.storage.bundles.staging import StagedBundle, stage, taking_part
 from keras_safe_ckpt.storage.lock_backend import Locks
 from keras_safe_ckpt.storage.paths import refuse_unsafe_name
 from keras_safe_ckpt.storage.restore import none_is_whole
 from keras_safe_ckpt.storage.room import ensure_room
+from keras_safe_ckpt.storage.writer import BackgroundWriter
 
 _log = logging.getLogger(__name__)
 
@@ -124,6 +127,7 @@ class SafeCheckpointManager(_Manager):  # type: ignore[misc]
         self._cluster_resolver = cluster_resolver
         self._known_role: Role | None = None
         self._last_bytes = 0
+        self._writer = BackgroundWriter()
         self._in_flight: StagedBundle | None = None
         self._error: Exception | None = None
 
@@ -151,14 +155,14 @@ class SafeCheckpointManager(_Manager):  # type: ignore[misc]
 
         Another process may delete it before you restore it by its path: `restore` holds a lock.
         """
-        with self._place.reading():
+        with reading(self._place):
             newest = next(self._place.whole(self._family), None)
         return None if newest is None else self._path_of(newest)
 
     @property
     def checkpoints(self) -> list[str]:
         """Those that count for ``max_to_keep`` and are whole, from oldest to newest."""
-        with self._place.reading():
+        with reading(self._place):
             state = self._place.state()
             found = list(self._place.whole(self._family))
         listed = {} if state is None else state.listed
@@ -181,8 +185,11 @@ class SafeCheckpointManager(_Manager):  # type: ignore[misc]
                 if not self._is_due(step, check_interval):
                     return None
             number = None if checkpoint_number is None else whole_number(checkpoint_number)
-            if number is not None and number < 0:
-                raise ValueError(f"Expected checkpoint_number to be 0 or more. Received: {number}")
+            if number is not None and not 0 <= number <= LARGEST_NUMBER:
+                raise ValueError(
+                    "Expected checkpoint_number to be a whole number from 0 to 2**63 - 1. "
+                    f"Received: checkpoint_number={number}"
+                )
             path = self._save(number, options)
             self._last_checkpoint_step = step
             return path
@@ -190,12 +197,14 @@ class SafeCheckpointManager(_Manager):  # type: ignore[misc]
     def sync(self) -> None:
         """Wait for a save that was begun with ``options.enable_async``, and raise its error."""
         in_flight, self._in_flight = self._in_flight, None
-        try:
-            self._checkpoint.sync()
-        finally:
-            if in_flight is not None:
-                in_flight.discard()  # If TensorFlow did not come to write it.
+        self._checkpoint.sync()
         error, self._error = self._error, None
+        if in_flight is not None and not in_flight.is_published:
+            in_flight.discard()
+            error = error or CheckpointWriteError(
+                os.path.join(self._directory, in_flight.name),
+                "TensorFlow has not written it, and says why at the next save",
+            )
         if error is not None:
             raise error
 
@@ -249,7 +258,9 @@ class SafeCheckpointManager(_Manager):  # type: ignore[misc]
             else:
                 with file_errors(staged.prefix, target.prefix):
                     self._checkpoint.write(staged.prefix, options=own)
-                self._publish(staged, callbacks)
+                cleaning.pop_all()
+                # A Ctrl-C ends the wait for it, not what is half done.
+                self._writer.run(lambda: self._publish(staged, callbacks))
             return self._path_of(target)
 
     def _publish_in_background(
@@ -302,13 +313,16 @@ class SafeCheckpointManager(_Manager):  # type: ignore[misc]
     def _restore(
         self, save_path: str | os.PathLike[str] | None, options: Any
     ) -> tuple[str, Any] | None:
+        if self._in_flight is not None:
+            self.sync()  # It may be the newest one.
         began = time.perf_counter()
-        with self._place.reading():
+        with reading(self._place):
             bundle = self._newest() if save_path is None else self._given(os.fspath(save_path))
             if bundle is None:
                 return None
             path = self._path_of(bundle)
-            status = self._checkpoint.restore(bundle.prefix, options=options)
+            arguments = {} if options is None else {"options": options}
+            status = self._checkpoint.restore(bundle.prefix, **arguments)
         if self._checkpoint_interval is not None:
             self._last_checkpoint_step = whole_number(self._step_counter)
         seconds = time.perf_counter() - began

@@ -13,7 +13,8 @@ from keras_safe_ckpt.loops.save_counter import whole_number
 from keras_safe_ckpt.storage.bundles.bundle import Bundle
 from keras_safe_ckpt.storage.bundles.directory import BundleDirectory
 from keras_safe_ckpt.storage.bundles.family import Family, Keep
-from keras_safe_ckpt.storage.bundles.staging import stage
+from keras_safe_ckpt.storage.bundles.recovery import reading
+from keras_safe_ckpt.storage.bundles.staging import StagedBundle, stage
 from keras_safe_ckpt.storage.bundles.state_file import DEFAULT_NAME
 from keras_safe_ckpt.storage.lock_backend import Locks
 
@@ -84,12 +85,17 @@ class SafeSaver(_Saver):  # type: ignore[misc]
         if saver_def is not None:
             max_to_keep = saver_def.max_to_keep
             keep_checkpoint_every_n_hours = saver_def.keep_checkpoint_every_n_hours
-        # 0 and None both mean all, in TensorFlow.
-        self._keeping = Keep(max_to_keep or None, keep_checkpoint_every_n_hours * 3600.0)
+        # 0 and None both mean all, in TensorFlow, and for ever.
+        self._keeping = Keep(
+            max_to_keep or None, keep_checkpoint_every_n_hours * 3600.0, for_ever=not max_to_keep
+        )
+        self._names: dict[str, set[str]] = {}
+        #: As the user calls them.
+        self._folders: dict[str, str] = {}
         self._pads = pad_step_number
         self._locks = locks
         self._turn = threading.RLock()
-        self._last: tuple[str, BundleDirectory, Family] | None = None
+        self._last: tuple[BundleDirectory, Family] | None = None
 
     def save(
         self,
@@ -119,9 +125,10 @@ class SafeSaver(_Saver):  # type: ignore[misc]
             raise ValueError(
                 f"'latest_filename' collides with 'save_path': {state_name!r} and {save_path!r}"
             )
-        place, family = self._place(folder, state_name, meta_graph_suffix), Family(base, bare=True)
+        place = self._place(folder, state_name, meta_graph_suffix)
         path = os.path.join(folder, name)
-        with self._turn, stage(place, family, None, exactly=name) as staged:
+        self._folders[str(place.path)] = folder
+        with self._turn, self._staged(place, base, name) as staged:
             with file_errors(staged.prefix, path):
                 written = super().save(
                     sess, staged.prefix, write_meta_graph=False, write_state=False
@@ -136,8 +143,19 @@ class SafeSaver(_Saver):  # type: ignore[misc]
                             save_debug_info=save_debug_info,
                         )
             staged.publish(self._keeping if write_state else None)
-            self._last = folder, place, family
         return path
+
+    def _staged(self, place: BundleDirectory, base: str, name: str) -> StagedBundle:
+        """What this saver has saved here under other names counts as well, as in TensorFlow."""
+        own = self._names.setdefault(str(place.path), set())
+        own.add(name)
+        family = Family(base, bare=True, others=frozenset(own))
+        self._last = place, family
+        return stage(place, family, None, exactly=name)
+
+    @staticmethod
+    def from_proto(saver_def: Any, import_scope: str | None = None) -> SafeSaver:
+        return SafeSaver(saver_def=saver_def, name=import_scope)
 
     def restore(self, sess: Any, save_path: str | os.PathLike[str]) -> None:
         """Put the values of a checkpoint back, after verifying every byte of it.
@@ -148,7 +166,7 @@ class SafeSaver(_Saver):  # type: ignore[misc]
             raise ValueError("Can't load save_path when it is None.")
         folder, name = os.path.split(os.fspath(save_path))
         place = self._place(folder)
-        with place.reading():
+        with reading(place):
             bundle = Bundle(place.path, name)
             if bundle.index.exists():  # Otherwise it is of version 1, or TensorFlow says it.
                 bundle.verify()
@@ -163,7 +181,7 @@ class SafeSaver(_Saver):  # type: ignore[misc]
         """
         folder = os.fspath(directory)
         place = self._place(folder, latest_filename or DEFAULT_NAME)
-        with place.reading():
+        with reading(place):
             newest = next(place.whole(None), None)
         return None if newest is None else os.path.join(folder, newest.name)
 
@@ -172,11 +190,14 @@ class SafeSaver(_Saver):  # type: ignore[misc]
         """What `max_to_keep` counts where this saver has saved last, from oldest to newest."""
         if self._last is None:
             return []
-        folder, place, family = self._last
-        with place.reading():
+        place, family = self._last
+        with reading(place):
             state, found = place.state(), list(place.whole(family))
         listed = {} if state is None else state.listed
-        return [os.path.join(folder, b.name) for b in reversed(found) if b.name in listed]
+        return [self._shown(b) for b in reversed(found) if b.name in listed]
+
+    def _shown(self, bundle: Bundle) -> str:
+        return os.path.join(self._folders[str(bundle.directory)], bundle.name)
 
     def _step(self, sess: Any, global_step: Any) -> str:
         is_of_graph = isinstance(global_step, (str, tf.Tensor, tf.Variable))

@@ -15,7 +15,7 @@ from keras_safe_ckpt.errors import (
 from keras_safe_ckpt.storage.bundles.entry_bytes import are_whole
 from keras_safe_ckpt.storage.bundles.index import Index, read_index
 
-_PART = re.compile(r"^(?P<name>[^.].*)\.(?P<kind>index|data-\d{5}-of-\d{5})$")
+_PART = re.compile(r"^(?P<name>[^.].*)\.(?P<kind>index|data-\d{5}-of-\d{5})$", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,11 @@ class Bundle:
                 raise UnreadableCheckpointError(path, error) from error
 
 
-def part_of(file_name: str, meta_suffix: str = "meta") -> tuple[str, str] | None:
-    """The checkpoint that a file belongs to by its name, and which part it is."""
+def part_of(file_name: str, meta_suffix: str | None = None) -> tuple[str, str] | None:
+    """The checkpoint that a file belongs to by its name, and which part it is.
+
+    ``meta_suffix`` is what graphs end with, where they belong to checkpoints.
+    """
     match = _PART.match(file_name)
     if match is not None:
         return match["name"], match["kind"]

@@ -18,7 +18,6 @@ from keras_safe_ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     LocksUnsupportedError,
-    UnreadableCheckpointError,
     UnsafePathError,
 )
 from keras_safe_ckpt.storage.atomic import ensure_writable
@@ -51,17 +50,17 @@ class BundleDirectory:
         *,
         locks: Locks | None = None,
         state_name: str = DEFAULT_NAME,
-        meta_suffix: str = "meta",
+        meta_suffix: str | None = None,
     ) -> None:
-        self.path = absolute(directory)
+        absolute(directory)  # Refuses what is no path of a file system.
+        # One directory has one lock, however it is called.
+        self.path = Path(os.path.realpath(directory))
         if self.path.exists() and not self.path.is_dir():
             raise UnsafePathError(self.path, "it is a file, and a directory was expected")
         self.locks: Locks = LockManager() if locks is None else locks
         self.state_name = state_name
         self.meta_suffix = meta_suffix
         self.events = EventLog(self.path)
-        #: Published by this process, and not in the state file: a full disk, say.
-        self.unrecorded: dict[str, float] = {}
 
     def ensure_usable(self) -> None:
         """Find out now what a save would find out later."""
@@ -72,13 +71,14 @@ class BundleDirectory:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Nothing is deleted or replaced meanwhile."""
+        """Nothing is deleted or replaced meanwhile (`recovery.reading` looks for wrecks, too)."""
         with contextlib.ExitStack() as held:
             try:
                 held.enter_context(self.locks.shared(self.path / _READERS))
             except LocksUnsupportedError:
-                # Whoever may not write here, or has nothing to read yet, cannot lock either.
-                if self.path.is_dir() and os.access(self.path, os.W_OK):
+                # Whoever may not write here, has a full disk or nothing to read yet, cannot make
+                # the file; a file that is there and cannot be locked is another matter.
+                if os.access(self.path / f".{_READERS}.lock", os.W_OK):
                     raise
             yield
 
@@ -104,24 +104,30 @@ class BundleDirectory:
     def ordered(self, family: Family | None) -> list[Bundle]:
         """All of a family (None: of all) that have an index, the oldest first."""
         times = {
-            name: self._time_of(name)
+            name: self.time_of(name)
             for name, kinds in self.parts().items()
             if INDEX in kinds and (family is None or family.includes(name))
         }
+        numbers = {name: family.number(name) if family else -1 for name in times}
         state = self.state()
-        order = [name for name in state.listed if name in times] if state else []
-        unlisted = [name for name in times if name not in order]
-        # The state file may be missing, cut off, of another day, or a copy.
-        numbers = {name: family.number(name) if family else 0 for name in unlisted}
-        for name in sorted(unlisted, key=lambda name: (times[name], numbers[name])):
-            position = len(order)
-            while position and times[order[position - 1]] > times[name]:
-                position -= 1
-            order.insert(position, name)
-        return [Bundle(self.path, name) for name in order]
+        listed = [name for name in state.listed if name in times] if state else []
+        others = sorted(times.keys() - set(listed), key=lambda name: (times[name], numbers[name]))
+        older: list[str] = []
+        newer: list[str] = []
+        for name in others:
+            # Kept for ever, or newer than a state file that is of another day? In a copy, files
+            # may have any time: then the number tells.
+            is_newer = not listed or (
+                times[name] > times[listed[-1]] and not 0 <= numbers[name] < numbers[listed[-1]]
+            )
+            (newer if is_newer else older).append(name)
+        return [Bundle(self.path, name) for name in (*older, *listed, *newer)]
 
     def whole(self, family: Family | None) -> Iterator[Bundle]:
-        """Those whose parts are whole, the newest first; the others are said."""
+        """Those whose parts are whole, the newest first; the others are said.
+
+        `UnreadableCheckpointError` for one that cannot be read now: it may be whole.
+        """
         for bundle in reversed(self.ordered(family)):
             if self.is_whole(bundle):
                 yield bundle
@@ -133,17 +139,22 @@ class BundleDirectory:
                 bundle.verify()
             else:
                 bundle.check()
-        except (
-            CheckpointNotFoundError,
-            CorruptCheckpointError,
-            UnreadableCheckpointError,
-        ) as error:
+        except (CheckpointNotFoundError, CorruptCheckpointError) as error:
             self.events.report_skip(Path(bundle.prefix), str(error))
             return False
         return True
 
-    def _time_of(self, name: str) -> float:
-        try:
-            return os.stat(Bundle(self.path, name).index).st_mtime
-        except OSError:
-            return 0.0
+    def time_of(self, name: str) -> float:
+        """When it was published; 0 for one without an index."""
+        return _modified(Bundle(self.path, name).index)
+
+    def has_file(self, name: str) -> bool:
+        """One of the first version of the format is a file of that very name."""
+        return (self.path / name).is_file()
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

@@ -6,47 +6,41 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+#: TensorFlow counts in 64 bits.
+LARGEST_NUMBER = 2**63 - 1
+
 
 @dataclass(frozen=True)
 class Family:
     """Those that are called ``base`` and a number, such as ``ckpt-7``.
 
-    ``bare``: one without a number belongs to them as well. One that had to make way for a
-    checkpoint of the same name is called ``ckpt-7~2`` until that one is whole.
+    ``bare``: one without a number belongs to them as well. ``others`` do by their whole names.
     """
 
     base: str
     bare: bool = False
+    others: frozenset[str] = frozenset()
 
     def includes(self, name: str) -> bool:
-        return self._match(name) is not None
+        return name in self.others or (self.bare and name == self.base) or self.number(name) >= 0
 
     def number(self, name: str) -> int:
         """-1 for one without a number, or of another family."""
-        match = self._match(name)
-        return -1 if match is None or match["number"] is None else int(match["number"])
-
-    def _match(self, name: str) -> re.Match[str] | None:
-        number = r"(?:-(?P<number>\d{1,18}))" + ("?" if self.bare else "")
-        return re.fullmatch(re.escape(self.base) + number + r"(?:~\d+)?", name)
-
-
-def aside_of(name: str, number: int) -> str:
-    """The name under which a checkpoint waits until another one has taken its place."""
-    return f"{name}~{number}"
-
-
-def stands_aside_of(name: str, other: str) -> bool:
-    """Whether ``name`` is such a name, of the checkpoint ``other``."""
-    return re.fullmatch(re.escape(other) + r"~\d+", name) is not None
+        match = re.fullmatch(re.escape(self.base) + r"-([0-9]{1,19})", name)
+        number = -1 if match is None else int(match[1])
+        return number if number <= LARGEST_NUMBER else -1
 
 
 @dataclass(frozen=True)
 class Keep:
-    """The newest ``most`` (None: all), and beyond them one of each ``every_seconds``."""
+    """The newest ``most`` (None: all), and beyond them one of each ``every_seconds``.
+
+    ``for_ever``: this one is not to be deleted, whatever others want to keep.
+    """
 
     most: int | None = None
     every_seconds: float | None = None
+    for_ever: bool = False
 
     def divide(
         self, managed: Mapping[str, float], preserved: float

@@ -1,4 +1,4 @@
-"""What TensorFlow's checkpoints consist of in a directory: found, doubled and removed."""
+"""What TensorFlow's checkpoints consist of in a directory: found, placed, doubled and removed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from keras_safe_ckpt.storage.bundles.bundle import part_of
 from keras_safe_ckpt.storage.paths import refuse_unsafe_target, sync_directory
 
 INDEX = "index"
+_DATA = "data-"
 
 
-def find_parts(directory: Path, meta_suffix: str) -> dict[str, list[str]]:
+def find_parts(directory: Path, meta_suffix: str | None) -> dict[str, list[str]]:
     """The kinds of files of each checkpoint, by its name; nothing if there is no directory."""
     found: dict[str, list[str]] = {}
     try:
@@ -29,10 +30,13 @@ def find_parts(directory: Path, meta_suffix: str) -> dict[str, list[str]]:
     return found
 
 
+def is_data(kind: str) -> bool:
+    return kind.startswith(_DATA)
+
+
 def place(directory: Path, name: str, kinds: Sequence[str], source: Path) -> None:
     """Move files of ``source`` to their place; whoever sees the index sees all of it."""
-    others = [kind for kind in kinds if kind != INDEX]
-    for kind in (*others, INDEX):
+    for kind in _index_last(kinds):
         target = directory / f"{name}.{kind}"
         refuse_unsafe_target(target)
         if kind == INDEX:
@@ -41,25 +45,28 @@ def place(directory: Path, name: str, kinds: Sequence[str], source: Path) -> Non
     sync_directory(directory)
 
 
-def double(directory: Path, name: str, kinds: Sequence[str], other: str) -> None:
-    """Let the checkpoint have two names; whole and durable when it returns."""
-    others = [kind for kind in kinds if kind != INDEX]
-    for kind in (*others, INDEX):
-        source, target = directory / f"{name}.{kind}", directory / f"{other}.{kind}"
+def double(source: Path, name: str, kinds: Sequence[str], target: Path) -> None:
+    """Let the files of a checkpoint be in ``target`` as well; durable when it returns."""
+    for kind in _index_last(kinds):
+        one, other = source / f"{name}.{kind}", target / f"{name}.{kind}"
         if kind == INDEX:
-            sync_directory(directory)
+            sync_directory(target)
         try:
-            os.link(source, target)
+            os.link(one, other)
         except FileExistsError:
             raise
         except OSError:  # There are file systems without links.
-            shutil.copyfile(source, target)
-            sync_file(target)
-    sync_directory(directory)
+            shutil.copy2(one, other)
+            sync_file(other)
+    sync_directory(target)
 
 
 def remove(directory: Path, name: str, kinds: Sequence[str]) -> None:
     """Delete the files of a checkpoint, its index first: it is not one any more at once."""
-    for kind in sorted(kinds, key=lambda kind: kind != INDEX):
+    for kind in reversed(_index_last(kinds)):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(directory / f"{name}.{kind}")
+
+
+def _index_last(kinds: Sequence[str]) -> list[str]:
+    return sorted(kinds, key=lambda kind: kind == INDEX)

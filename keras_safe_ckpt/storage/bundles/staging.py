@@ -5,7 +5,7 @@
     stage     a folder that nobody else has; its name says which checkpoint it is to be
     write     by TensorFlow
     sync      fsync of all files
-    place     data first, index last: now it is there
+    place     data first, index last: now it is there (what it replaces is kept in the folder)
     record    in the file that TensorFlow looks at; then what is too old is deleted
     discard   the folder, which until now tells what a killed process was at
 """
@@ -28,12 +28,17 @@ from keras_safe_ckpt.errors import (
 from keras_safe_ckpt.storage.atomic import scratch_directory, sync_file
 from keras_safe_ckpt.storage.bundles.bundle import Bundle
 from keras_safe_ckpt.storage.bundles.directory import BundleDirectory
-from keras_safe_ckpt.storage.bundles.family import Family, Keep, aside_of
-from keras_safe_ckpt.storage.bundles.files import INDEX, double, place, remove
-from keras_safe_ckpt.storage.bundles.recovery import recover
+from keras_safe_ckpt.storage.bundles.family import LARGEST_NUMBER, Family, Keep
+from keras_safe_ckpt.storage.bundles.files import INDEX, is_data, place, remove
+from keras_safe_ckpt.storage.bundles.recovery import Journal, abandon, finish, keep_old, recover
 from keras_safe_ckpt.storage.bundles.state_file import State
 from keras_safe_ckpt.storage.lock_backend import HeldLock
-from keras_safe_ckpt.storage.paths import make_directory, refuse_unsafe_name, refuse_unsafe_target
+from keras_safe_ckpt.storage.paths import (
+    make_directory,
+    refuse_unsafe_name,
+    refuse_unsafe_target,
+    sync_directory,
+)
 from keras_safe_ckpt.storage.publishing import LOCK_NAME
 from keras_safe_ckpt.storage.temp_names import LONGEST_STEM_BYTES, owner_of, target_of
 
@@ -41,6 +46,9 @@ _log = logging.getLogger(__name__)
 
 #: How long deleting waits for those who read; what they hold up is deleted after a later save.
 _READERS_SECONDS = 5.0
+
+#: Of this process: their folders stay until somebody has put them right.
+_abandoned: list[contextlib.ExitStack] = []
 
 
 class StagedBundle:
@@ -59,6 +67,7 @@ class StagedBundle:
         self._began = time.perf_counter()
         self._held = contextlib.ExitStack()
         self.name = name
+        self.is_published = False
         self._folder = self._held.enter_context(scratch_directory(directory.path, name))
 
     @property
@@ -83,7 +92,7 @@ class StagedBundle:
         """
         directory, target = self._directory, Bundle(self._directory.path, self.name)
         try:
-            with _translated(target.prefix):
+            with self._translated():
                 files = sorted(os.listdir(self._folder))
                 for file in files:
                     sync_file(self._folder / file)
@@ -91,79 +100,87 @@ class StagedBundle:
                 size = sum(os.path.getsize(self._folder / file) for file in files)
                 # Locked only now: the bytes are on the disk already.
                 with directory.locks.exclusive(directory.path / LOCK_NAME) as lock:
-                    with self._making_way(lock) as aside:
-                        self._place(files)
-                    if keep is not None:
-                        self._record(keep, aside)
-                    elif aside is not None:
-                        self._delete([aside], directory.parts())
+                    try:
+                        self._place(files, keep, lock)
+                        self.is_published = True
+                        if keep is not None:
+                            self._record(keep)
+                    except BaseException:
+                        self._put_right()
+                        raise
         except BaseException as error:
-            self._directory.events.record(
+            directory.events.record(
                 "error", file=self.name, error=str(error), kind=type(error).__name__
             )
             raise
         finally:
             self.discard()
-        self._directory.events.record(
+        directory.events.record(
             "save", file=self.name, bytes=size, seconds=time.perf_counter() - self._began
         )
         return target
 
-    def _place(self, files: list[str]) -> None:
-        now = self._next_time()
-        os.utime(self._folder / f"{self.name}.{INDEX}", (now, now))
-        own = f"{self.name}."
-        for file in files:
-            if not file.startswith(own):  # Something for debugging, which TensorFlow adds.
-                os.replace(self._folder / file, self._directory.path / file)
+    def _place(self, files: list[str], keep: Keep | None, lock: HeldLock) -> None:
+        path, own = self._directory.path, f"{self.name}."
         kinds = [file.removeprefix(own) for file in files if file.startswith(own)]
+        if keep is not None:
+            refuse_unsafe_target(path / self._directory.state_name)
+        # A graph beside it stays, unless there is a new one.
+        there = [
+            kind
+            for kind in self._directory.parts().get(self.name, [])
+            if kind == INDEX or is_data(kind) or kind in kinds
+        ]
+        for kind in {*there, *kinds}:
+            refuse_unsafe_target(path / f"{self.name}.{kind}")
+        with contextlib.ExitStack() as held:
+            if there:
+                readers = held.enter_context(self._directory.without_readers())
+                if INDEX in there:
+                    keep_old(path, self._folder, self.name, there)
+                readers.ensure_held()
+            journal = Journal(
+                self.name,
+                kinds,
+                self._directory.state_name,
+                is_listed=keep is not None,
+                for_ever=keep is not None and keep.for_ever,
+            )
+            journal.write(self._folder, durably=bool(there))
+            now = self._next_time()
+            os.utime(self._folder / f"{self.name}.{INDEX}", (now, now))
+            lock.ensure_held()
+            if there:
+                remove(path, self.name, [INDEX])
+                sync_directory(path)  # No index with other data, also after a power cut.
+                remove(path, self.name, there)
+            for file in files:
+                if not file.startswith(own):  # Something for debugging, which TensorFlow adds.
+                    os.replace(self._folder / file, path / file)
+            place(path, self.name, kinds, self._folder)
+
+    def _put_right(self) -> None:
+        """Still under the lock."""
+        self.is_published = not (self._folder / f"{self.name}.{INDEX}").exists()
         try:
-            place(self._directory.path, self.name, kinds, self._folder)
-        except BaseException:
-            if (self._folder / f"{self.name}.{INDEX}").exists():
-                remove(self._directory.path, self.name, kinds)
-            raise
+            finish(self._directory, self._folder)
+        except BaseException as error:  # noqa: BLE001  # what led here is raised, and this said
+            _log.error("%s is left half-way until the next save: %r", self.name, error)
+            abandon(self._folder)
+            # Not to be removed: it tells what is to be done.
+            _abandoned.append(self._held.pop_all())
 
     def _next_time(self) -> float:
         """Now, or just after the newest one if the clock was set back."""
+        times = [self._directory.time_of(name) for name in self._directory.parts()]
         state = self._directory.state()
-        newest = max(state.listed.values(), default=0.0) if state else 0.0
-        return max(time.time(), newest + 0.001)
+        times += list(state.listed.values()) if state else []
+        return max(time.time(), max(times, default=0.0) + 0.001)
 
-    @contextlib.contextmanager
-    def _making_way(self, lock: HeldLock) -> Iterator[str | None]:
-        """What is there under this name has another one until the new one is whole."""
-        directory, path = self._directory, self._directory.path
-        parts = directory.parts()
-        kinds = parts.get(self.name)
-        if kinds is None:
-            lock.ensure_held()
-            yield None
-            return
-        for kind in kinds:
-            refuse_unsafe_target(path / f"{self.name}.{kind}")
-        number = 2
-        while (aside := aside_of(self.name, number)) in parts:
-            number += 1
-        with directory.without_readers() as readers:
-            keeps = INDEX in kinds
-            if keeps:
-                double(path, self.name, kinds, aside)
-            lock.ensure_held()
-            readers.ensure_held()
-            remove(path, self.name, kinds)
-            try:
-                yield aside if keeps else None
-            except BaseException:
-                if keeps and INDEX not in directory.parts().get(self.name, ()):
-                    double(path, aside, kinds, self.name)
-                    remove(path, aside, kinds)
-                raise
-
-    def _record(self, keep: Keep, aside: str | None) -> None:
+    def _record(self, keep: Keep) -> None:
         directory = self._directory
         parts = directory.parts()
-        saved = Bundle(directory.path, self.name).index.stat().st_mtime
+        saved = directory.time_of(self.name)
         state = directory.state()
         if state is None:
             self._say_what_stays(parts)
@@ -171,28 +188,25 @@ class StagedBundle:
         listed = {
             name: since
             for name, since in state.listed.items()
-            if INDEX in parts.get(name, ()) and name != self.name
+            if name != self.name and (INDEX in parts.get(name, ()) or directory.has_file(name))
         }
-        listed = {**listed, **directory.unrecorded}
-        listed.pop(self.name, None)
-        listed[self.name] = directory.unrecorded[self.name] = saved
+        if state.newest_stays and state.listed:
+            listed.pop(next(reversed(state.listed)), None)
+        listed[self.name] = saved
         managed = {
             name: since
             for name, since in listed.items()
-            if self._family.includes(name) and since > state.preserved
+            if self._family.includes(name) and name in parts and since > state.preserved
         }
         doomed, spared, preserved = keep.divide(managed, state.preserved)
         for name in spared:
             del listed[name]
         # Twice, as TensorFlow does: it must never name what is gone, and what is about to go must
         # not be forgotten half-way.
-        directory.keep_state(State(listed, preserved))
-        directory.unrecorded = {}
-        going = [*doomed, *([aside] if aside else [])]
-        if going and self._delete(going, parts):
-            directory.keep_state(
-                State({n: t for n, t in listed.items() if n not in doomed}, preserved)
-            )
+        directory.keep_state(State(listed, preserved, keep.for_ever))
+        if doomed and self._delete(doomed, parts):
+            left = {name: since for name, since in listed.items() if name not in doomed}
+            directory.keep_state(State(left, preserved, keep.for_ever))
 
     def _say_what_stays(self, parts: dict[str, list[str]]) -> None:
         others = [n for n in parts if self._family.includes(n) and n != self.name]
@@ -221,6 +235,16 @@ class StagedBundle:
         self._directory.events.record("prune", files=names)
         return True
 
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except SafeCheckpointError:
+            raise
+        except OSError as error:
+            prefix = os.path.join(self._directory.path, self.name)
+            raise CheckpointWriteError(prefix, error, published=self.is_published) from error
+
 
 def stage(
     directory: BundleDirectory, family: Family, number: int | None, *, exactly: str | None = None
@@ -234,13 +258,20 @@ def stage(
     if len(os.fsencode(name)) > LONGEST_STEM_BYTES - 20:
         raise UnsafePathError(os.path.join(directory.path, name), "the name is too long")
     make_directory(directory.path)
-    with directory.locks.exclusive(directory.path / LOCK_NAME):
-        recover(directory)
-        if exactly is None:
-            taken = max(map(family.number, _taken(directory)), default=-1)
-            name = f"{family.base}-{max(number or 0, taken + 1)}"
-        with _translated(os.path.join(directory.path, name)):
+    try:
+        with directory.locks.exclusive(directory.path / LOCK_NAME):
+            recover(directory)
+            if exactly is None:
+                taken = max(map(family.number, _taken(directory)), default=-1)
+                free = max(number or 0, taken + 1)
+                if free > LARGEST_NUMBER:
+                    raise UnsafePathError(directory.path, f"no number is left after {taken}")
+                name = f"{family.base}-{free}"
             return StagedBundle(directory, family, name)
+    except SafeCheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointWriteError(os.path.join(directory.path, name), error) from error
 
 
 def _taken(directory: BundleDirectory) -> Iterator[str]:
@@ -256,13 +287,3 @@ def taking_part(directory: Path) -> Iterator[str]:
     """For a worker that is not the chief: where to write what nobody is to see."""
     with scratch_directory(directory, ".part") as folder:
         yield os.path.join(folder, "part")
-
-
-@contextlib.contextmanager
-def _translated(prefix: str) -> Iterator[None]:
-    try:
-        yield
-    except SafeCheckpointError:
-        raise
-    except OSError as error:
-        raise CheckpointWriteError(prefix, error) from error

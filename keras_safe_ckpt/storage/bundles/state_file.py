@@ -6,9 +6,11 @@ TensorFlow, and believed only where the checkpoints themselves do not tell more.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +27,11 @@ _LINE = re.compile(
 _ESCAPE = re.compile(rb"\\(?:([0-7]{1,3})|x([0-9a-fA-F]{1,2})|(.))", re.DOTALL)
 _LETTERS = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b"a": b"\a", b"b": b"\b", b"f": b"\f"}
 _LARGEST_BYTES = 1 << 26
+#: TensorFlow passes over comments, and drops them when it writes the file: then what is not
+#: listed is not deleted.
+_STAYS = "# keras_safe_ckpt: the newest one is not to be deleted"
+#: A time that far ahead is none.
+_TEN_YEARS = 10 * 365 * 86400.0
 
 
 @dataclass(frozen=True)
@@ -32,11 +39,12 @@ class State:
     """Names of checkpoints with the time at which they were saved, oldest first.
 
     ``preserved`` is the time of the last one that is kept for ever: what is not younger than that
-    is not ours to delete.
+    is not ours to delete. ``newest_stays``: the newest is not, either.
     """
 
     listed: dict[str, float] = field(default_factory=dict)
     preserved: float = 0.0
+    newest_stays: bool = False
 
 
 def read_state(directory: Path, name: str = DEFAULT_NAME) -> State | None:
@@ -45,25 +53,29 @@ def read_state(directory: Path, name: str = DEFAULT_NAME) -> State | None:
         with open(directory / name, "rb") as file:
             if os.fstat(file.fileno()).st_size > _LARGEST_BYTES:
                 return None
-            fields = list(_fields(file.read()))
-        times = [float(value) for key, value in fields if key == _TIMES]
-        preserved = [float(value) for key, value in fields if key == _PRESERVED]
+            text = file.read()
+        fields = list(_fields(text))
+        times = [_sane(value) for key, value in fields if key == _TIMES]
+        preserved = [_sane(value) for key, value in fields if key == _PRESERVED]
     except (OSError, ValueError):
         return None
     paths = [os.fsdecode(value) for key, value in fields if key == _ALL]
     if not any(key == _LATEST and value for key, value in fields):
         return None  # Cut off, or empty.
-    if len(times) != len(paths) or not all(map(math.isfinite, [*times, *preserved])):
-        # The v1 Saver of TensorFlow keeps none.
-        times = [_time_of(directory, path) for path in paths]
+    if len(times) != len(paths):
+        # The v1 Saver of TensorFlow keeps none; the order of the list is the order of the saves.
+        times = list(itertools.accumulate((_time_of(directory, path) for path in paths), max))
     entries = [
-        (time, own)
-        for path, time in zip(paths, times, strict=True)
+        (since, own)
+        for path, since in zip(paths, times, strict=True)
         if (own := _name_in(directory, path)) is not None
     ]
     # By the times, and among equals as they are listed.
     entries.sort(key=lambda entry: entry[0])
-    return State({own: time for time, own in entries}, preserved[-1] if preserved else 0.0)
+    listed = {own: since for since, own in entries}
+    before_all = min(listed.values(), default=0.0) - 1
+    stays = _STAYS.encode() in text.split(b"\n")
+    return State(listed, preserved[-1] if preserved else before_all, stays)
 
 
 def write_state(directory: Path, state: State, newest: str, name: str = DEFAULT_NAME) -> None:
@@ -73,8 +85,9 @@ def write_state(directory: Path, state: State, newest: str, name: str = DEFAULT_
     lines = [
         f'{_LATEST}: "{_escaped(newest)}"',
         *(f'{_ALL}: "{_escaped(one)}"' for one in listed),
-        *(f"{_TIMES}: {time!r}" for time in listed.values()),
+        *(f"{_TIMES}: {since!r}" for since in listed.values()),
         f"{_PRESERVED}: {state.preserved!r}",
+        *([_STAYS] if state.newest_stays else []),
     ]
     write_atomically(directory / name, "".join(f"{line}\n" for line in lines).encode("ascii"))
 
@@ -105,6 +118,11 @@ def _escaped(name: str) -> str:
         chr(byte) if 32 <= byte < 127 and byte not in b'"\\' else f"\\{byte:03o}"
         for byte in os.fsencode(name)
     )
+
+
+def _sane(value: bytes) -> float:
+    seconds, now = float(value), time.time()
+    return seconds if math.isfinite(seconds) and 0 <= seconds <= now + _TEN_YEARS else now
 
 
 def _time_of(directory: Path, path: str) -> float:
