@@ -48,6 +48,9 @@ def alone_in_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterat
     # A `fit` that was stopped leaves its iterator behind, and TensorFlow was seen to take a minute
     # or two to throw old ones away, in the middle of some other test.
     gc.collect()
+    # What is left stays for ever: TensorFlow keeps some ten thousand objects of each function that
+    # it traced, and to look through all of them again took most of the time of a small test.
+    gc.freeze()
 
 
 @pytest.fixture
