@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 from keras_setup import keras
 
@@ -256,6 +258,30 @@ OPTIMIZERS = sorted(
     and issubclass(kind, keras.optimizers.Optimizer)
     and name not in ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")
 )
+
+
+def variables_of(model) -> list:
+    optimizer = getattr(model, "optimizer", None)
+    return [*model.variables, *(optimizer.variables if optimizer is not None else [])]
+
+
+@functools.cache
+def _made(build):
+    keras.utils.set_random_seed(0)
+    model = build()
+    return model, [np.array(keras.ops.convert_to_numpy(one)) for one in variables_of(model)]
+
+
+def made_once(build):
+    """One for all tests of this process, each time with the values that it was trained to have."""
+    model, trained = _made(build)
+    variables = variables_of(model)
+    assert len(variables) == len(trained)
+    for variable, value in zip(variables, trained, strict=True):
+        variable.assign(value)
+        assert np.array(keras.ops.convert_to_numpy(variable)).tobytes() == value.tobytes()
+    keras.utils.set_random_seed(0)
+    return model
 
 
 def with_optimizer(name: str):

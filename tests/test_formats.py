@@ -11,6 +11,7 @@ import model_zoo
 import numpy as np
 import pytest
 from keras_setup import keras, mirrored_strategy
+from model_zoo import variables_of
 
 from keras_safe_ckpt import CheckpointStore
 from keras_safe_ckpt.storage import snapshot as snapshot_module
@@ -41,11 +42,6 @@ def scramble(model) -> None:
             variable.assign(keras.ops.ones_like(variable) * 0.25)
 
 
-def variables_of(model) -> list:
-    optimizer = getattr(model, "optimizer", None)
-    return [*model.variables, *(optimizer.variables if optimizer is not None else [])]
-
-
 def values(model) -> list[np.ndarray]:
     return [np.array(keras.ops.convert_to_numpy(variable)) for variable in variables_of(model)]
 
@@ -59,8 +55,7 @@ def assert_same(first: list[np.ndarray], second: list[np.ndarray]) -> None:
 
 @pytest.fixture(params=model_zoo.ZOO, ids=lambda build: build.__name__)
 def model(request):
-    keras.utils.set_random_seed(0)
-    return request.param()
+    return model_zoo.made_once(request.param)
 
 
 def test_weights_file_is_the_one_that_keras_writes(model, tmp_path):
@@ -168,7 +163,7 @@ def test_mirrored_variables_are_saved_and_restored(whole_model, tmp_path):
 def test_without_private_names_the_public_save_gives_the_same(
     build, whole_model, tmp_path, monkeypatch, caplog
 ):
-    model = build()
+    model = model_zoo.made_once(build)
     fast = snapshot_module.capture(model, whole_model=whole_model)
     for module in ("snapshot", "restore"):
         monkeypatch.setattr(

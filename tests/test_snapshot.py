@@ -24,7 +24,7 @@ def pointers(snapshot) -> dict[str, int]:
 
 
 def test_capture_shares_the_memory_of_the_variables():
-    model = model_zoo.functional()
+    model = model_zoo.made_once(model_zoo.functional)
     first, second = pointers(capture(model)), pointers(capture(model))
     assert first == second
     kernel = model.layers[1].kernel
@@ -34,7 +34,7 @@ def test_capture_shares_the_memory_of_the_variables():
 
 
 def test_optimizer_state_is_not_copied_either():
-    model = model_zoo.ema()
+    model = model_zoo.made_once(model_zoo.ema)
     names = [name for name in capture(model).arrays if name.startswith("optimizer/")]
     assert len(names) == len(model.optimizer.variables)
     for number, variable in enumerate(model.optimizer.variables):
@@ -102,7 +102,7 @@ def test_memory_that_a_layer_may_change_is_copied():
 
 
 def test_two_threads_may_capture_at_once():
-    model = model_zoo.functional()
+    model = model_zoo.made_once(model_zoo.functional)
     expected = capture(model).arrays.keys()
     failures: list[object] = []
 
@@ -127,7 +127,7 @@ def test_unbuilt_model_is_refused_with_advice():
 
 def test_capture_leaves_the_names_of_later_layers_alone():
     """Keras builds a layer to compare with for each one that it visits; we do so once."""
-    model = model_zoo.functional()
+    model = model_zoo.made_once(model_zoo.functional)
     capture(model)
     before = keras.layers.Layer().name
     capture(model)
