@@ -15,10 +15,12 @@ from typing import Any
 
 FOLDER, PLAN = sys.argv[1], sys.argv[2]
 OPTIONS: dict[str, Any] = json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}
-#: How long a batch takes at least.
+#: How long a batch takes at least, as long as something of the plan is to come.
 PAUSE = OPTIONS.pop("pause", 0.0)
 #: How long the chief takes a save for, from its second batch on.
 SLOW = OPTIONS.pop("slow", None)
+#: How long a worker waits for a file of the chief's to appear in the directory.
+SHARED = OPTIONS.pop("shared", None)
 TASK = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
 os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 
@@ -31,6 +33,10 @@ import keras  # noqa: E402
 
 import keras_safe_ckpt  # noqa: E402
 
+if SHARED:
+    from keras_safe_ckpt.callbacks import run_directory
+
+    run_directory._SHARED_SECONDS = SHARED
 keras_safe_ckpt.enable_multi_worker_fit()
 keras.utils.set_random_seed(7)
 
@@ -46,6 +52,15 @@ def exact(variables: Any) -> list[str]:
     return [np.asarray(variable.numpy()).tobytes().hex() for variable in variables]
 
 
+def happened(part: str) -> str:
+    """The file that says that this part of the plan is done."""
+    return f"{FOLDER}/done-{part.replace(':', '-')}"
+
+
+def to_come() -> list[str]:
+    return [part for part in PLAN.split(",") if part and not os.path.exists(happened(part))]
+
+
 class Hit(keras.callbacks.Callback):
     seen = 0
 
@@ -57,18 +72,17 @@ class Hit(keras.callbacks.Callback):
 
     def _hook(self) -> None:
         self.seen += 1
-        for part in filter(None, PLAN.split(",")):
+        for part in to_come():
             worker, _, hook = part.partition(":")
-            done = f"{FOLDER}/done-{worker}-{hook}"
-            mine = int(worker) == TASK and self.seen >= int(hook.rstrip("k"))
-            if mine and not os.path.exists(done):
-                with open(done, "w"):
+            if int(worker) == TASK and self.seen >= int(hook.rstrip("k")):
+                with open(happened(part), "w"):
                     pass
                 os.kill(os.getpid(), signal.SIGKILL if hook.endswith("k") else signal.SIGTERM)
                 return
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        time.sleep(PAUSE)
+        if PAUSE and to_come():
+            time.sleep(PAUSE)
         if "begin" not in FACTS:
             FACTS["begin"] = exact(model.non_trainable_variables)
         if SLOW and TASK == 0 and batch == 1:

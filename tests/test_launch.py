@@ -15,7 +15,8 @@ import time
 
 import psutil
 import pytest
-from clusters import launch
+from clusters import LAUNCHER
+from clusters import launch as launch_with
 from processes import environment, wait_until
 
 from keras_safe_ckpt.cli.main import main
@@ -68,6 +69,22 @@ for step in script[index].split("/")[life].split(","):
 """
 
 
+#: With less time for the others after one worker has failed: what comes then is what is tested.
+SOON = """
+import sys
+from keras_safe_ckpt.cli.main import main
+from keras_safe_ckpt.cluster import launch
+launch._SETTLE_SECONDS = 0.5
+sys.exit(main(["launch", *sys.argv[1:]]))
+"""
+IMPATIENT = [sys.executable, "-c", SOON]
+
+
+def launch(folder, code, *script, launcher=LAUNCHER, **options):
+    """As users do, by a new interpreter for each worker."""
+    return launch_with(folder, code, *script, launcher=launcher, **options)
+
+
 def ports_of(folder, index):
     return [json.loads(line) for line in (folder / f"lives-{index}").read_text().splitlines()]
 
@@ -116,7 +133,7 @@ def test_workers_get_a_cluster_of_their_own_and_their_output_has_names(tmp_path)
 
 
 def test_a_restart_code_starts_all_again_on_new_ports(tmp_path):
-    done = launch(tmp_path, WORKER, "42/catch,wait/0", "catch,wait/143/0")
+    done = launch(tmp_path, WORKER, "42/catch,wait/0", "catch,wait/143/0", launcher=IMPATIENT)
     assert done.returncode == 0, done.stderr
     lives = ports_of(tmp_path, 0)
     assert len(lives) == len(ports_of(tmp_path, 1)) == 3
@@ -149,7 +166,7 @@ def test_other_codes_can_be_chosen(tmp_path):
 
 def test_any_other_failure_ends_the_group_and_names_the_worker(tmp_path):
     began = time.monotonic()
-    done = launch(tmp_path, WORKER, "catch,wait", "7", "catch,wait", workers=3)
+    done = launch(tmp_path, WORKER, "catch,wait", "7", "catch,wait", workers=3, launcher=IMPATIENT)
     assert done.returncode == 7
     assert "[launch] worker 1 failed with code 7 (0 restarts, " in done.stderr
     assert done.stdout.count("got SIGTERM") == 2
@@ -158,7 +175,8 @@ def test_any_other_failure_ends_the_group_and_names_the_worker(tmp_path):
 
 def test_a_worker_that_does_not_heed_the_end_is_killed_with_its_children(tmp_path):
     options = ("--grace-seconds", "0.5")
-    done = launch(tmp_path, WORKER, "7", "ignore,child,wait", options=options)
+    script = ("7", "ignore,child,wait")
+    done = launch(tmp_path, WORKER, *script, options=options, launcher=IMPATIENT)
     assert done.returncode == 7
     assert "still running 0.5 s after the signal: the workers are killed" in done.stderr
     child = int((tmp_path / "child").read_text())
@@ -216,7 +234,9 @@ def test_a_signal_while_workers_are_started_ends_it(tmp_path, monkeypatch):
 def test_a_worker_has_ended_though_its_child_holds_its_output(tmp_path):
     """As one that loads data may; the child goes with the group."""
     began = time.monotonic()
-    done = launch(tmp_path, WORKER, "child,7", "catch,wait", options=("--grace-seconds", "5"))
+    options = ("--grace-seconds", "5")
+    script = ("child,7", "catch,wait")
+    done = launch(tmp_path, WORKER, *script, options=options, launcher=IMPATIENT)
     assert done.returncode == 7
     assert time.monotonic() - began < 40
     child = int((tmp_path / "child").read_text())
@@ -252,7 +272,9 @@ def test_a_failure_before_the_signal_is_not_taken_for_a_preemption(tmp_path):
     process = start(tmp_path, "3", "catch,ready,wait")
     wait_until((tmp_path / "ready-1").exists, "ready")
     line = process.stderr.readline()
-    assert "worker 0 ended with code 3; the others get SIGTERM if they have not ended in" in line
+    assert (
+        "worker 0 ended with code 3; the others get SIGTERM if they have not ended in 10 s" in line
+    )
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 3, err

@@ -6,12 +6,12 @@ import json
 import os
 import random
 import subprocess
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from clusters import facts
+from clusters import FORKING, LAUNCHER, facts
 from processes import environment
 
 from keras_safe_ckpt import CheckpointStore
@@ -28,12 +28,12 @@ def launch(
     workers: int = 2,
     restarts: int = 10,
     seconds: float | None = None,
+    launcher: Sequence[str] = FORKING,
     **options: Any,
 ) -> subprocess.CompletedProcess[str]:
     folder.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "keras_safe_ckpt", "launch", "--workers", str(workers)]
+    command = [*launcher, "--workers", str(workers), "--pause-seconds=0"]
     command += [f"--max-restarts={restarts}", "--restart-codes=42,143,137"]
-    command += ["--pause-seconds=0"]
     return subprocess.run(
         [*command, PROGRAM, folder, plan, json.dumps(options)],
         env=environment(),
@@ -162,7 +162,7 @@ def test_the_chief_knows_how_long_another_worker_has(tmp_path, undisturbed):
 
 def test_training_that_ends_in_time_is_there_on_all_workers_after_a_restart(tmp_path, undisturbed):
     """One of them has a notice that leaves time to train on; all stop where training ends."""
-    done = launch(tmp_path, "1:14", grace_period=500, save_freq=None)
+    done = launch(tmp_path, "1:14", grace_period=500, save_freq=None, launcher=LAUNCHER)
     assert done.returncode == 0, done.stdout
     assert "1 restart" in done.stdout
     assert ends(tmp_path) == undisturbed
@@ -173,7 +173,7 @@ def test_training_that_ends_in_time_is_there_on_all_workers_after_a_restart(tmp_
 
 def test_a_directory_that_is_not_shared_is_refused(tmp_path):
     folders = str(tmp_path / "state-{task}")
-    done = launch(tmp_path, "", restarts=0, directory=folders)
+    done = launch(tmp_path, "", restarts=0, directory=folders, shared=1.0)
     assert done.returncode == 1
     assert "Expected a directory that all workers share" in done.stdout
     assert not os.path.exists(tmp_path / "facts-0.json")
@@ -187,7 +187,7 @@ def test_a_storm_of_ten_notices(tmp_path, undisturbed, seed, record_property):
     # Apart: a second signal to a process that has not ended yet ends it at once.
     hooks = [hook + rng.randint(0, 1) for hook in range(1, HOOKS - 2, 3)]
     plan = ",".join(f"{rng.randint(0, 1)}:{hook}" for hook in hooks)
-    done = launch(tmp_path, plan, restarts=20, seconds=850)
+    done = launch(tmp_path, plan, restarts=20, seconds=850, launcher=LAUNCHER)
     assert done.returncode == 0, done.stdout
     assert ends(tmp_path) == undisturbed
     stops = [event["task"] for event in events(tmp_path, "preempted")]

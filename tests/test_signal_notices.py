@@ -7,9 +7,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from forking import Forked, Forking
 from processes import PROJECT, environment, wait_until
 
 #: A model whose step takes as long as we like, interrupted from outside.
@@ -35,26 +38,55 @@ class Waiting(keras.callbacks.Callback):
         note(f"batch {batch}")
         self.wait()
 
-def train(wait, **options):
+def train(wait, epochs=50, **options):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse", run_eagerly=True)
     mine = PreemptionAwareCallback(f"{FOLDER}/state", **options)
-    model.fit(X, X[:, :1], batch_size=2, epochs=50, verbose=0, shuffle=False,
+    model.fit(X, X[:, :1], batch_size=2, epochs=epochs, verbose=0, shuffle=False,
               callbacks=[Waiting(wait), mine])
 """
 
 
-def start(folder: Path, code: str) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", PRELUDE + code, str(folder)],
-        env=environment(),
-        cwd=PROJECT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def training(folder: Path, process: Any) -> Any:
     wait_until(lambda: "batch 1" in notes(folder) or process.poll() is not None, "it trains")
     return process
+
+
+@pytest.fixture(scope="module")
+def forking() -> Iterator[Forking]:
+    one = Forking(environment())
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def start(forking: Forking) -> Callable[[Path, str], Forked]:
+    """Starts a process that has TensorFlow already."""
+
+    def begin(folder: Path, code: str) -> Forked:
+        script = folder / "program.py"
+        script.write_text(PRELUDE + code)
+        return training(folder, forking.start(environment(), script, folder))
+
+    return begin
+
+
+@pytest.fixture
+def start_anew() -> Callable[[Path, str], subprocess.Popen[str]]:
+    """Starts a new interpreter."""
+
+    def begin(folder: Path, code: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", PRELUDE + code, str(folder)],
+            env=environment(),
+            cwd=PROJECT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        return training(folder, process)
+
+    return begin
 
 
 def notes(folder: Path) -> str:
@@ -66,8 +98,8 @@ def files(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "state").glob("run-*"))
 
 
-def test_a_signal_saves_and_exits_with_the_restart_code(tmp_path):
-    process = start(tmp_path, "train(lambda: time.sleep(0.05))")
+def test_a_signal_saves_and_exits_with_the_restart_code(tmp_path, start_anew):
+    process = start_anew(tmp_path, "train(lambda: time.sleep(0.05))")
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 42, err
@@ -75,7 +107,7 @@ def test_a_signal_saves_and_exits_with_the_restart_code(tmp_path):
     assert files(tmp_path)
 
 
-def test_any_signal_by_choice_and_the_former_handler_is_called_too(tmp_path):
+def test_any_signal_by_choice_and_the_former_handler_is_called_too(tmp_path, start):
     code = """
 def former(number, frame):
     note(f"former {number}")
@@ -94,7 +126,7 @@ train(lambda: time.sleep(0.05), notices="SIGUSR2")
     assert files(tmp_path)
 
 
-def test_a_step_that_hangs_falls_through_at_the_deadline(tmp_path):
+def test_a_step_that_hangs_falls_through_at_the_deadline(tmp_path, start_anew):
     """The main thread sits in a call that lets no signal handler of Python run."""
     code = """
 import ctypes
@@ -106,14 +138,14 @@ def hang():
         ctypes.CDLL(None).sleep(600)
 train(hang, grace_period=1.5)
 """
-    process = start(tmp_path, code)
+    process = start_anew(tmp_path, code)
     _, err = process.communicate(timeout=60)
     # As if nobody had ever handled it.
     assert process.returncode == -signal.SIGTERM, err
     assert "was not answered in time" in err
 
 
-def test_after_fit_a_signal_has_its_former_effect(tmp_path):
+def test_after_fit_a_signal_has_its_former_effect(tmp_path, start):
     code = """
 stop = []
 def wait():
@@ -133,7 +165,7 @@ time.sleep(600)
     assert process.returncode == -signal.SIGTERM, err
 
 
-def test_a_notice_that_comes_before_fit_fails_is_not_swallowed(tmp_path):
+def test_a_notice_that_comes_before_fit_fails_is_not_swallowed(tmp_path, start):
     code = """
 calls = []
 def wait():
@@ -153,7 +185,7 @@ time.sleep(600)
     assert process.returncode == -signal.SIGTERM, err
 
 
-def test_a_second_signal_does_not_wait_for_the_batch(tmp_path):
+def test_a_second_signal_does_not_wait_for_the_batch(tmp_path, start):
     process = start(
         tmp_path, "train(lambda: time.sleep(20 if os.path.exists(FOLDER + '/slow') else 0.05))"
     )
@@ -173,7 +205,7 @@ def events(folder: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def test_a_signal_at_the_very_end_of_training_is_not_swallowed(tmp_path):
+def test_a_signal_at_the_very_end_of_training_is_not_swallowed(tmp_path, start):
     """It comes when there are no more batches, and all that was due was looked at."""
     code = """
 from keras_safe_ckpt.callbacks.preemption_run import PreemptionRun
@@ -184,16 +216,16 @@ def late(self):
     time.sleep(0.05)
     finish(self)
 PreemptionRun._finish = late
-train(lambda: None, save_freq=None)
+train(lambda: None, epochs=5, save_freq=None)
 note("swallowed")
 """
-    process = start(tmp_path, code.replace("train(", "epochs = 50\ntrain("))
+    process = start(tmp_path, code)
     _, err = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGTERM, err
     assert "swallowed" not in notes(tmp_path)
 
 
-def test_a_slow_event_log_does_not_lose_a_notice(tmp_path):
+def test_a_slow_event_log_does_not_lose_a_notice(tmp_path, start):
     code = """
 from keras_safe_ckpt.storage.events import EventLog
 append = EventLog._append
@@ -202,10 +234,10 @@ def slow(self, line):
     append(self, line)
 EventLog._append = slow
 def at_the_last_batch():
-    if open(f"{FOLDER}/notes.txt").read().count("batch") == 200:
+    if open(f"{FOLDER}/notes.txt").read().count("batch") == 20:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.05)
-train(at_the_last_batch)
+train(at_the_last_batch, epochs=5)
 note("swallowed")
 """
     process = start(tmp_path, code)
@@ -214,7 +246,7 @@ note("swallowed")
     assert files(tmp_path)
 
 
-def test_a_forked_child_ends_by_a_signal_as_it_always_did(tmp_path):
+def test_a_forked_child_ends_by_a_signal_as_it_always_did(tmp_path, start):
     code = """
 import multiprocessing
 made = []
@@ -239,7 +271,7 @@ train(wait)
     assert process.returncode == 42
 
 
-def test_a_failed_evaluation_leaves_no_handler_that_is_in_the_way(tmp_path):
+def test_a_failed_evaluation_leaves_no_handler_that_is_in_the_way(tmp_path, start):
     code = """
 class Fails(keras.callbacks.Callback):
     def on_test_batch_end(self, batch, logs=None):
@@ -258,7 +290,7 @@ time.sleep(600)
     assert process.returncode == -signal.SIGTERM
 
 
-def test_a_program_whose_data_is_read_by_python_code_does_not_hang_at_its_end(tmp_path):
+def test_a_program_whose_data_is_read_by_python_code_does_not_hang_at_its_end(tmp_path, start_anew):
     """TensorFlow's threads are in the middle of it, and wait for an interpreter that has ended."""
     code = """
 def rows():
@@ -270,7 +302,7 @@ model.compile("sgd", "mse")
 model.fit(rows(), steps_per_epoch=500, epochs=2, verbose=0,
           callbacks=[Waiting(lambda: None), PreemptionAwareCallback(f"{FOLDER}/state")])
 """
-    process = start(tmp_path, code)
+    process = start_anew(tmp_path, code)
     process.send_signal(signal.SIGTERM)
     try:
         _, err = process.communicate(timeout=40)
@@ -281,7 +313,7 @@ model.fit(rows(), steps_per_epoch=500, epochs=2, verbose=0,
 
 
 @pytest.mark.parametrize("exit", ["lambda: sys.exit(5)", "None"])
-def test_off_the_main_thread_the_process_ends_all_the_same(tmp_path, exit):
+def test_off_the_main_thread_the_process_ends_all_the_same(tmp_path, start, exit):
     code = f"""
 rings = threading.Event()
 def target():
@@ -302,7 +334,7 @@ time.sleep(60 if ({exit}) is None else 0)
     assert files(tmp_path)
 
 
-def test_slurm_tells_by_signals_and_variables(tmp_path, monkeypatch):
+def test_slurm_tells_by_signals_and_variables(tmp_path, start, monkeypatch):
     """As with ``sbatch --signal=USR1@120``: two minutes before the limit."""
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
