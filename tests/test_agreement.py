@@ -28,7 +28,10 @@ _opened: list = []
 
 
 @pytest.fixture(autouse=True)
-def everything_closed():
+def everything_closed(monkeypatch):
+    # Threads see soon that nobody wants them any more: each test waits for their end.
+    for module in ("agreement", "cohort"):
+        monkeypatch.setattr(f"keras_safe_ckpt.cluster.{module}._SLICE_SECONDS", 0.05)
     yield
     close_all()
     wait_until(lambda: not threads(), "the threads end")
