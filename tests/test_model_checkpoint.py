@@ -265,7 +265,7 @@ def test_training_goes_on_while_the_save_is_written():
         set_weight(callback.model, 2.0)  # The next batches.
     callback.on_train_end()
     assert weight("m.keras") == 1.0
-    assert saver_threads() == []
+    wait_until(lambda: not saver_threads(), "the thread ends", 5)
 
 
 @pytest.mark.parametrize("name", ["m.weights.h5", "m.keras"])
@@ -1008,7 +1008,7 @@ def test_pending_save_is_finished_after_an_interrupted_fit(error):
         assert saver_threads()
     newest = SafeModelCheckpoint.load_latest("{epoch}.keras")  # Waits for what is pending.
     assert weight(newest) == weight(model)
-    assert saver_threads() == []
+    wait_until(lambda: not saver_threads(), "the thread ends", 5)
     model.fit(X, Y, epochs=3, initial_epoch=2, verbose=0, callbacks=[callback])
     assert files() == ["2.keras", "3.keras"]
 
@@ -1081,7 +1081,7 @@ def test_many_fits_leave_nothing_behind():
         model.fit(X, Y, verbose=0, callbacks=[callback])
     assert descriptors() <= before
     assert snapshots() == kept
-    assert saver_threads() == []
+    wait_until(lambda: not saver_threads(), "the thread ends", 5)
     assert [name for name in os.listdir(".") if name.endswith(".kscktmp")] == []
 
 
