@@ -4,8 +4,8 @@
     python benchmarks/loops.py --parameters 5e6    # smaller and quicker
     python benchmarks/loops.py --markdown          # the table of the README
 
-`SafeCheckpointManager.save` returns when the checkpoint is durable. TensorFlow's own returns before:
-"plus fsync" adds what it leaves out, an fsync of its files and of the directory.
+`SafeCheckpointManager.save` returns when the checkpoint is durable. TensorFlow's own returns
+before: "plus fsync" adds what it leaves out, an fsync of its files and of the directory.
 What is compared is measured in turn, in one process; times and ratios are the best of ``--rounds``
 rounds, with the ratio of the medians beside them, and every round is printed to standard error.
 All restores are of files that were read before. Ends with 1 if a goal is missed.

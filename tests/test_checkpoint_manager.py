@@ -252,6 +252,8 @@ def test_what_tensorflow_cannot_write_in_the_background_is_said(tmp_path, monkey
     manager.save(options=options)
     with pytest.raises(CheckpointWriteError, match="TensorFlow has not written it"):
         manager.sync()
+    with pytest.raises(CheckpointWriteError, match="/proc/nowhere"):
+        manager.save(options=options)
     assert leftovers(tmp_path) == []
 
 

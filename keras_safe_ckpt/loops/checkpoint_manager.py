@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import inspect
-import logging
 import math
 import os
-import threading
 import time
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,28 +12,19 @@ from typing import Any
 import tensorflow as tf
 
 from keras_safe_ckpt.cluster.roles import Role
-from keras_safe_ckpt.errors import CheckpointWriteError
-from keras_safe_ckpt.loops.file_errors import file_errors
-from keras_safe_ckpt.loops.save_counter import SaveCounter, whole_number
+from keras_safe_ckpt.interruption.ending import is_whole, require
+from keras_safe_ckpt.loops.checkpoint_writer import CheckpointWriter
+from keras_safe_ckpt.loops.save_counter import whole_number
 from keras_safe_ckpt.loops.training_role import role_in_loop
 from keras_safe_ckpt.storage.bundles.bundle import Bundle
 from keras_safe_ckpt.storage.bundles.directory import BundleDirectory
 from keras_safe_ckpt.storage.bundles.family import LARGEST_NUMBER, Family, Keep
 from keras_safe_ckpt.storage.bundles.recovery import reading
-from keras_safe_ckpt.storage.bundles.staging import StagedBundle, stage, taking_part
 from keras_safe_ckpt.storage.lock_backend import Locks
 from keras_safe_ckpt.storage.paths import refuse_unsafe_name
 from keras_safe_ckpt.storage.restore import none_is_whole
-from keras_safe_ckpt.storage.room import ensure_room
-from keras_safe_ckpt.storage.writer import BackgroundWriter
-
-_log = logging.getLogger(__name__)
 
 _Manager: Any = tf.train.CheckpointManager
-
-#: TensorFlow does not say that threads may write one checkpoint at the same time.
-_turns: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
-_turns_made = threading.Lock()
 
 
 class SafeCheckpointManager(_Manager):  # type: ignore[misc]
@@ -91,18 +76,18 @@ class SafeCheckpointManager(_Manager):  # type: ignore[misc]
         cluster_resolver: Any = None,
     ) -> None:
         # Not TensorFlow's own: it reads the state file, and raises for a damaged one.
-        _require(
+        require(
             callable(getattr(checkpoint, "write", None)) and hasattr(checkpoint, "save_counter"),
             "checkpoint",
             "a tf.train.Checkpoint (around a model: tf.train.Checkpoint(model=model))",
             checkpoint,
         )
-        _require(
-            max_to_keep is None or (_is_whole(max_to_keep) and max_to_keep > 0),
+        require(
+            max_to_keep is None or (is_whole(max_to_keep) and max_to_keep > 0),
             "max_to_keep", "a positive integer or `None`", max_to_keep,
         )  # fmt: skip
         hours = keep_checkpoint_every_n_hours
-        _require(
+        require(
             hours is None or (_is_number(hours) and hours >= 0),
             "keep_checkpoint_every_n_hours", "a number of hours or None", hours,
         )  # fmt: skip
@@ -111,25 +96,23 @@ class SafeCheckpointManager(_Manager):  # type: ignore[misc]
                 "`step_counter` should be passed if `checkpoint_interval` is not None. "
                 f"Received: checkpoint_interval={checkpoint_interval!r}, step_counter=None"
             )
-        _require(init_fn is None or callable(init_fn), "init_fn", "a function", init_fn)
-        _require(isinstance(checkpoint_name, str), "checkpoint_name", "a text", checkpoint_name)
+        require(init_fn is None or callable(init_fn), "init_fn", "a function", init_fn)
+        require(isinstance(checkpoint_name, str), "checkpoint_name", "a text", checkpoint_name)
         self._directory = os.fspath(directory)
         self._place = BundleDirectory(directory, locks=locks)
         refuse_unsafe_name(f"{checkpoint_name}-0", self._place.path)
         self._family = Family(checkpoint_name)
         self._keep = Keep(max_to_keep, hours * 3600 if hours else None)
         self._checkpoint = checkpoint
-        self._counter = SaveCounter(checkpoint)
         self._step_counter = step_counter
         self._checkpoint_interval = checkpoint_interval
         self._last_checkpoint_step = last_checkpoint_step
         self._init_fn = init_fn
         self._cluster_resolver = cluster_resolver
         self._known_role: Role | None = None
-        self._last_bytes = 0
-        self._writer = BackgroundWriter()
-        self._in_flight: StagedBundle | None = None
-        self._error: Exception | None = None
+        self._writer = CheckpointWriter(
+            checkpoint, self._place, self._family, self._keep, self._path_of
+        )
 
     # What there is.
 
@@ -178,7 +161,7 @@ class SafeCheckpointManager(_Manager):  # type: ignore[misc]
         ``checkpoint_number`` is used as it is given: a checkpoint of that number is replaced, and
         stays until the new one is whole. Without it, a number is taken that nobody has.
         """
-        with _turn_of(self._checkpoint):
+        with self._writer.turn():
             step = None
             if self._checkpoint_interval is not None:
                 step = whole_number(self._step_counter)
@@ -196,17 +179,8 @@ class SafeCheckpointManager(_Manager):  # type: ignore[misc]
 
     def sync(self) -> None:
         """Wait for a save that was begun with ``options.enable_async``, and raise its error."""
-        in_flight, self._in_flight = self._in_flight, None
         self._checkpoint.sync()
-        error, self._error = self._error, None
-        if in_flight is not None and not in_flight.is_published:
-            in_flight.discard()
-            error = error or CheckpointWriteError(
-                os.path.join(self._directory, in_flight.name),
-                "TensorFlow has not written it, and says why at the next save",
-            )
-        if error is not None:
-            raise error
+        self._writer.finish()
 
     def save_alone(self) -> str | None:
         """`save` for a worker whose companions are gone: it writes, whoever it is."""
@@ -227,58 +201,10 @@ class SafeCheckpointManager(_Manager):  # type: ignore[misc]
         return step != last and not (check_interval and step < last + interval)
 
     def _save(self, number: int | None, options: Any) -> str | None:
-        if self._in_flight is not None:
-            self.sync()
-        counted = self._counter.value() + 1
-        if not self._role.chief and self._role.trains_together:
-            self._counter.set(counted)
-            with taking_part(self._place.path) as prefix, file_errors(prefix, self._directory):
-                self._checkpoint.write(prefix, options=options)
+        if self._role.trains_together and not self._role.chief:
+            self._writer.take_part(options)
             return None
-        ensure_room(self._place.path / self._family.base, self._last_bytes)
-        exactly = None if number is None else f"{self._family.base}-{number}"
-        with contextlib.ExitStack() as cleaning:
-            staged = cleaning.enter_context(
-                stage(self._place, self._family, counted, exactly=exactly)
-            )
-            if number is None:
-                counted = self._family.number(staged.name)
-            self._counter.set(counted)
-            target = Bundle(self._place.path, staged.name)
-            own, callbacks = _without_callbacks(options)
-            if getattr(own, "enable_async", False) and tf.executing_eagerly():
-                # TensorFlow calls it on its thread, when it has written.
-                own.experimental_write_callbacks = [
-                    lambda: self._publish_in_background(staged, callbacks)
-                ]
-                with file_errors(staged.prefix, target.prefix):
-                    self._checkpoint.write(staged.prefix, options=own)
-                self._in_flight = staged
-                cleaning.pop_all()
-            else:
-                with file_errors(staged.prefix, target.prefix):
-                    self._checkpoint.write(staged.prefix, options=own)
-                cleaning.pop_all()
-                # A Ctrl-C ends the wait for it, not what is half done.
-                self._writer.run(lambda: self._publish(staged, callbacks))
-            return self._path_of(target)
-
-    def _publish_in_background(
-        self, staged: StagedBundle, callbacks: list[Callable[..., object]]
-    ) -> None:
-        try:
-            self._publish(staged, callbacks)
-        except Exception as error:  # noqa: BLE001  # raised by the next save, or `sync`
-            self._error = error
-            _log.error("A save in the background failed: %s", error)
-
-    def _publish(self, staged: StagedBundle, callbacks: list[Callable[..., object]]) -> None:
-        bundle = staged.publish(self._keep)
-        index = bundle.check()
-        self._last_bytes = sum(index.least_sizes())
-        path = self._path_of(bundle)
-        for callback in callbacks:
-            callback(path) if inspect.signature(callback).parameters else callback()
+        return self._writer.write(number, options)
 
     @property
     def _role(self) -> Role:
@@ -313,8 +239,7 @@ class SafeCheckpointManager(_Manager):  # type: ignore[misc]
     def _restore(
         self, save_path: str | os.PathLike[str] | None, options: Any
     ) -> tuple[str, Any] | None:
-        if self._in_flight is not None:
-            self.sync()  # It may be the newest one.
+        self._writer.finish()  # It may be the newest one.
         began = time.perf_counter()
         with reading(self._place):
             bundle = self._newest() if save_path is None else self._given(os.fspath(save_path))
@@ -349,30 +274,6 @@ class SafeCheckpointManager(_Manager):  # type: ignore[misc]
         if bundle.directory != self._place.path:
             return bundle.prefix
         return os.path.join(self._directory, bundle.name)
-
-
-def _turn_of(checkpoint: Any) -> threading.RLock:
-    with _turns_made:
-        return _turns.setdefault(checkpoint, threading.RLock())
-
-
-def _without_callbacks(options: Any) -> tuple[Any, list[Callable[..., object]]]:
-    """The user's callbacks are to hear of the checkpoint where it will be, and when it is there."""
-    if options is None:
-        return None, []
-    own = copy.copy(options)
-    callbacks = list(own.experimental_write_callbacks or [])
-    own.experimental_write_callbacks = None
-    return own, callbacks
-
-
-def _require(fine: bool, name: str, expected: str, received: Any) -> None:
-    if not fine:
-        raise ValueError(f"Expected {name} to be {expected}. Received: {name}={received!r}")
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_number(value: Any) -> bool:

@@ -44,13 +44,11 @@ class GuardRun:
         self._last_save = GuardSave(state, role, self._cohort, self._pace)
         self._put_back: Callable[[], None] | None = None
         self._since: float | None = None
-        #: How many runs were made, those before a restart included.
-        self.runs = 0
         #: Why it has ended the loop; None if it has not.
         self.preempted: str | None = None
         self.is_over = False
-        with self._others_told():
-            self.runs = state.restore(self._cohort, role)
+        #: How many runs were made, those before a restart included.
+        self.runs = self._restored()
         if self.runs:
             self._report.note("resume", runs=self.runs)
             self._report.say(f"Going on after {self.runs} runs")
@@ -64,6 +62,14 @@ class GuardRun:
             name="guard",
         )
         self._lookout.start()
+
+    def _restored(self) -> int:
+        try:
+            return self._state.restore(self._cohort, self._role)
+        except Exception as error:
+            if self._role.trains_together and not isinstance(error, AgreementError):
+                self._cohort.fail(error)  # The others wait for this one.
+            raise
 
     # Steps and what is between them.
 
@@ -253,19 +259,6 @@ class GuardRun:
     def _seconds_left(self, request: Request) -> float | None:
         ends = (self._lookout.desk.seconds_left(), request.seconds_left())
         return min((seconds for seconds in ends if seconds is not None), default=None)
-
-    @contextlib.contextmanager
-    def _others_told(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            self.fail_before_start(error)
-            raise
-
-    def fail_before_start(self, error: Exception) -> None:
-        """The others wait for this one."""
-        if self._role.trains_together and not isinstance(error, AgreementError):
-            self._cohort.fail(error)
 
 
 def program_has_failed() -> bool:
