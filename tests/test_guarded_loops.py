@@ -107,12 +107,13 @@ def two_undisturbed(tmp_path_factory: Any) -> list[dict[str, Any]]:
 
 
 def test_two_workers_interrupted_in_each_example(tmp_path, two_undisturbed):
-    done = launch(tmp_path, "1:handler:4,0:run:2,1:scope:3")
+    """In the second one after its last step, on one of them: both save, and both exit."""
+    done = launch(tmp_path, "1:handler:4,0:run:6,1:scope:3")
     assert done.returncode == 0, done.stdout
     assert facts(tmp_path) == two_undisturbed
     for example in EXAMPLES:
         assert leftovers(tmp_path / example) == []
-        both = events(tmp_path, example, "preempted")
+        both = events(tmp_path, example, "backup" if example == "run" else "preempted")
         assert [event["outcome"] for event in both] == ["saved", "saved"]
         assert len({event["runs"] for event in both}) == 1
 

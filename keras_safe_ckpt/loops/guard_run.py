@@ -164,12 +164,13 @@ class GuardRun:
         """
         if self.is_over:
             return
-        if self._lookout.is_pressed() and threading.current_thread() is threading.main_thread():
-            self._save_at_end()
-            self._lookout.answered()
-            if self._ending.exits:
+        # Together with the others, whoever of them has the notice.
+        concerned = self._role.trains_together or self._lookout.is_pressed()
+        if concerned and threading.current_thread() is threading.main_thread():
+            if self._save_at_end() and self._ending.exits:
                 wait_for_all_writers()
                 end_now(self._ending.exit_code)
+            self._lookout.answered()
         self.close()
 
     def fail(self, error: BaseException) -> None:
@@ -196,17 +197,20 @@ class GuardRun:
     def _last_request(self) -> Request | None:
         return ends_run(self._lookout.at_end())
 
-    def _save_at_end(self) -> None:
+    def _save_at_end(self) -> bool:
+        """Whether there was reason to."""
         try:
             last = self._last_request()
             if last is not None:
                 self._save(last, (), {})
+            return last is not None
         except AgreementError as gone:
             if not self._lookout.is_pressed():
                 _log.debug("The others have ended before: %s", gone)
-                return
+                return False
             outcome = self._last_save.alone(self.runs, gone, self._lookout.desk.seconds_left())
             self._report.say(f"After {self.runs} runs: {outcome}")
+            return True
 
     def _save(self, request: Request, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """And go on. If it fails, the last one will be tried at the end."""
