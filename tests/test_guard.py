@@ -132,6 +132,138 @@ with PreemptionGuard(save_fn=save) as guard:
     assert notes(tmp_path) == []
 
 
+ENDS = {
+    "caught, and the program ends": "try:\n    go(guard)\nexcept KeyError:\n    sys.exit(5)",
+    "sys.exit in a step": "go(guard, lambda: sys.exit(5))",
+    "caught, and the guard is gone": (
+        "del guard\ndef train_all(one):\n    try:\n        go(one)\n    except KeyError:\n        pass\n"
+        "train_all(PreemptionGuard(save_fn=save))\nsys.exit(5)"
+    ),
+    "at the end of a block": (
+        "try:\n    with guard:\n        try:\n            go(guard)\n        except KeyError:\n"
+        "            pass\nfinally:\n    sys.exit(5)"
+    ),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_step_that_is_half_done_is_not_saved(tmp_path, end):
+    code = """
+def fail():
+    raise KeyError("in the middle of a step")
+def go(guard, how=fail):
+    def half():
+        state["sum"] = 999
+        os.kill(os.getpid(), signal.SIGTERM)
+        how()
+    guard.run(train, 0)
+    guard.run(half)
+guard = PreemptionGuard(save_fn=save)
+"""
+    done = run(LOOP + code + ENDS[end], tmp_path)
+    assert done.returncode == 5, done.stderr
+    assert notes(tmp_path) == []
+
+
+def test_an_error_that_the_loop_goes_on_after_is_none(tmp_path):
+    code = """
+def fail():
+    raise KeyError("a bad batch")
+with PreemptionGuard(save_fn=save) as guard:
+    try:
+        guard.run(fail)
+    except KeyError:
+        pass
+    loop(guard, hit=3)
+"""
+    done = run(LOOP + code, tmp_path)
+    assert done.returncode == 42, done.stderr
+    assert notes(tmp_path) == ["saved 3"]
+
+
+def test_a_notice_is_not_forgotten_when_a_loop_is_tried_again(tmp_path):
+    code = """
+def fail():
+    os.kill(os.getpid(), signal.SIGTERM)
+    raise ConnectionError
+for attempt in range(2):
+    try:
+        with PreemptionGuard(save_fn=save) as guard:
+            if attempt == 0:
+                guard.run(fail)
+            loop(guard)
+    except ConnectionError:
+        note("again")
+"""
+    done = run(LOOP + code, tmp_path)
+    assert done.returncode == 42, done.stderr
+    assert notes(tmp_path) == ["again", "saved 0"]
+
+
+def test_the_end_of_the_data_is_the_end_of_the_loop(tmp_path):
+    code = """
+data = iter(range(3))
+try:
+    with PreemptionGuard(save_fn=save) as guard:
+        while True:
+            guard.run(train, next(data))
+            state["step"] += 1
+            if state["step"] == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+except StopIteration:
+    note("after")
+"""
+    done = run(LOOP + code, tmp_path)
+    assert done.returncode == 42, done.stderr
+    assert notes(tmp_path) == ["saved 3"]
+
+
+def test_guards_that_are_gone_leave_no_handler(tmp_path):
+    """Each is made before the one before it is gone: handlers are given back out of order."""
+    code = """
+heard = []
+def own(number, frame):
+    heard.append(number)
+signal.signal(signal.SIGTERM, own)
+for epoch in range(3):
+    guard = PreemptionGuard(save_fn=save, on_preempted="stop")
+    guard.run(train, 1)
+os.kill(os.getpid(), signal.SIGTERM)
+guard.run(train, 1)
+assert guard.preempted and heard == [signal.SIGTERM], heard
+guard.close()
+assert signal.getsignal(signal.SIGTERM) is own
+import gc, threading
+cycle = [PreemptionGuard(save_fn=save)]
+cycle.append(cycle)
+del cycle
+thread = threading.Thread(target=gc.collect)  # Handlers can be changed on the main thread only.
+thread.start()
+thread.join()
+os.kill(os.getpid(), signal.SIGTERM)
+assert heard == [signal.SIGTERM] * 2, heard
+"""
+    done = run(LOOP + code, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert notes(tmp_path) == ["saved 0"]
+
+
+@pytest.mark.parametrize("options", ["exit_fn=lambda: time.sleep(1)", "on_preempted='stop'"])
+def test_an_echo_of_the_signal_does_nothing(tmp_path, options):
+    code = f"""
+import threading
+guard = PreemptionGuard(save_fn=save, {options})
+threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+os.kill(os.getpid(), signal.SIGTERM)
+guard.run(train, 1)
+time.sleep(0.5)
+note("after")
+"""
+    done = run(LOOP + code, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert notes(tmp_path) == ["saved 0", "after"]
+
+
 def test_signals_are_chained_and_given_back(tmp_path):
     code = (
         LOOP

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from bundle_files import names_in
 from keras_setup import keras, mirrored_strategy, tf
+from processes import wait_until
 
 from keras_safe_ckpt import (
     AgreementError,
@@ -205,6 +207,92 @@ def test_two_guards_of_one_checkpoint_count_on(tmp_path):
         assert guard.total_run_calls == number
 
 
+def test_a_guard_for_each_epoch_does_not_roll_back(tmp_path):
+    checkpoint = tf.train.Checkpoint(w=tf.Variable(0.0))
+    guard, told = guarded(checkpoint, tmp_path)
+    guard.run(checkpoint.w.assign_add, 1.0)
+    told()
+    guard.save_checkpoint_if_preempted()
+    again = tf.train.Checkpoint(w=tf.Variable(0.0))  # As a restarted program has it.
+    for epoch in range(3):
+        guard, _ = guarded(again, tmp_path)
+        assert again.w.numpy() == 1 + 2 * epoch
+        assert guard.total_run_calls == 2 + 2 * epoch
+        for _ in range(2):
+            guard.run(again.w.assign_add, 1.0)
+        guard.close()
+
+
+def test_after_an_error_a_guard_restores(tmp_path):
+    checkpoint = tf.train.Checkpoint(w=tf.Variable(3.0))
+    SafeCheckpointManager(checkpoint, tmp_path, 2).save()
+    guard, _ = guarded(checkpoint, tmp_path)
+
+    def half() -> None:
+        checkpoint.w.assign(99.0)
+        raise KeyError
+
+    with pytest.raises(KeyError), guard:
+        guard.run(half)
+    guarded(checkpoint, tmp_path)
+    assert checkpoint.w.numpy() == 3
+
+
+def test_a_manager_with_an_interval_saves_at_a_notice(tmp_path):
+    for kind in (tf.train.CheckpointManager, SafeCheckpointManager):
+        step = tf.Variable(0)
+        folder = str(tmp_path / kind.__name__)
+        manager = kind(
+            tf.train.Checkpoint(step=step), folder, 3, step_counter=step, checkpoint_interval=10
+        )
+        guard, told = guarded(manager)
+        manager.save()
+        step.assign_add(1)
+        told()
+        guard.save_checkpoint_if_preempted()
+        assert len(manager.checkpoints) == 2
+
+
+def test_the_users_own_saves_know_how_many_runs_there_were(tmp_path):
+    def made() -> tuple[Any, Any]:
+        checkpoint = tf.train.Checkpoint(w=tf.Variable(0.0))
+        return checkpoint, SafeCheckpointManager(checkpoint, tmp_path, 3)
+
+    checkpoint, manager = made()
+    guard, _ = guarded(manager)
+    for _ in range(4):
+        guard.run(checkpoint.w.assign_add, 1.0)
+    manager.save()
+    _, manager = made()
+    guard, _ = guarded(manager)
+    assert guard.total_run_calls == 4
+
+
+def test_seeds_of_layers_that_are_built_late(tmp_path):
+    class Late(keras.Model):
+        def build(self, shape: Any) -> None:
+            self.drop = keras.layers.Dropout(0.5)
+            self.dense = keras.layers.Dense(2)
+            self.dense.build(shape)
+            super().build(shape)
+
+        def call(self, x: Any, training: bool = False) -> Any:
+            return self.drop(self.dense(x), training=training)
+
+    keras.utils.set_random_seed(3)
+    model = Late()
+    guard, told = guarded(tf.train.Checkpoint(model=model), tmp_path)
+    for _ in range(3):
+        guard.run(model, tf.ones((1, 3)), training=True)
+    told()
+    guard.save_checkpoint_if_preempted()
+    keras.utils.set_random_seed(3)
+    again = Late()
+    guard, _ = guarded(tf.train.Checkpoint(model=again), tmp_path)
+    guard.run(again, tf.ones((1, 3)))  # Without training: no number is drawn.
+    assert seeds_of(again) == seeds_of(model)
+
+
 def test_under_a_mirrored_strategy(tmp_path):
     strategy = mirrored_strategy()
     with strategy.scope():
@@ -326,15 +414,29 @@ class Store(LocalStore):
 
 
 @pytest.fixture
-def two(monkeypatch) -> Callable[..., tuple[GuardRun, Told, Cohort, Store]]:
-    """Worker 0 with a guard, and the cohort of worker 1, which is what the test makes of it."""
+def opened(monkeypatch) -> Any:
+    """Makes cohorts, and closes them."""
     monkeypatch.setattr(cohort_module, "_SLICE_SECONDS", 0.05)
     monkeypatch.setattr(cohort_module, "_SETTLE_SECONDS", 0.1)
     monkeypatch.setattr(cohort_module, "_DEPARTURE_SECONDS", 0.2)
+    made: list[Cohort] = []
+
+    def make(*arguments: Any) -> Cohort:
+        made.append(Cohort(*arguments))
+        return made[-1]
+
+    yield make
+    for cohort in made:
+        cohort.close()
+
+
+@pytest.fixture
+def two(monkeypatch, opened) -> Callable[..., tuple[GuardRun, Told, Cohort, Store]]:
+    """Worker 0 with a guard, and the cohort of worker 1, which is what the test makes of it."""
 
     def make(state: Any, **options: Any) -> tuple[GuardRun, Told, Cohort, Store]:
         store, generation, told = Store(), next(_generations), Told()
-        cohorts = [Cohort(store, task, MEMBERS, generation) for task in MEMBERS]
+        cohorts = [opened(store, task, MEMBERS, generation) for task in MEMBERS]
         monkeypatch.setattr(guard_run, "open_cohort", lambda role: cohorts[0])
         ending = Ending(
             choice=choose(told), on_preempted="stop", verbose=0, locks=None, grace_period=None,
@@ -361,6 +463,25 @@ def until_over(run: GuardRun) -> None:
         threading.Event().wait(0.01)
 
 
+def as_worker_1(cohort: Cohort, state: Any) -> Callable[[], str]:
+    """Takes part in the save, on a thread; what is returned tells what it said of that."""
+    outcomes: list[str] = []
+
+    def save() -> None:
+        answer(cohort, 0)
+        role = Role(1, 2, False, True, MEMBERS[1], "test", MEMBERS)
+        outcomes.append(GuardSave(state, role, cohort, Pace()).together(1, (), {}, None))
+
+    thread = threading.Thread(target=save)
+    thread.start()
+
+    def outcome() -> str:
+        thread.join(30)
+        return outcomes[0]
+
+    return outcome
+
+
 def answer(cohort: Cohort, steps: int, number: int = 0) -> None:
     """What worker 1 says when it is asked: how many steps it has made."""
     assert cohort.get(f"guard/log/{number}", 30)
@@ -370,7 +491,7 @@ def answer(cohort: Cohort, steps: int, number: int = 0) -> None:
 def test_a_step_that_fails_on_the_way_to_the_last_save_is_undone(two, tmp_path):
     """Worker 1 dies in the step before the one that was agreed on: nothing half done is saved."""
     state, variable = checkpoint_state(tmp_path)
-    run, told, other, store = two(state)
+    run, told, other, _ = two(state)
     run.boundary()
     run.step(variable.assign_add, ([1.0, 1.0],), {})
     told()
@@ -379,11 +500,7 @@ def test_a_step_that_fails_on_the_way_to_the_last_save_is_undone(two, tmp_path):
     def dies() -> None:
         variable.assign([7.0, 2.0])  # Half an update.
         other.fail(RuntimeError("killed"))
-        assert cohort_module.wait_for(store, f"{other._prefix}/failure", 1e12)
-        for _ in range(500):
-            if run._cohort._failure is not None:
-                break
-            threading.Event().wait(0.01)
+        wait_until(lambda: run._cohort._failure is not None, "it is known")
         raise tf.errors.UnavailableError(None, None, "Collective ops is aborted")
 
     run.boundary()
@@ -409,17 +526,16 @@ def test_a_peer_that_does_not_answer_is_not_waited_for(two, tmp_path):
     assert names_in(tmp_path) == ["ckpt-1"]
 
 
-def test_only_the_first_of_those_who_are_left_saves(tmp_path):
+def test_only_the_first_of_those_who_are_left_saves(opened):
     saved: list[int] = []
     state = FunctionState(lambda: saved.append(1))
     members = ("worker 0", "worker 1", "worker 2")
     gone = AgreementError(["worker 0"], "worker 0 is gone")
     for number, expected in ((1, "saved, degraded"), (2, "left to worker 1")):
         role = Role(number, 3, False, True, f"worker {number}", "test", members)
-        cohort = Cohort(Store(), f"worker {number}", members, next(_generations))
+        cohort = opened(Store(), f"worker {number}", members, next(_generations))
         outcome = GuardSave(state, role, cohort, Pace()).alone(3, gone, None)
         assert outcome.startswith(expected)
-        cohort.close()
     assert saved == [1]
 
 
@@ -432,6 +548,86 @@ def test_a_save_that_waits_for_the_dead_is_not_waited_for(two):
         until_over(run)
     assert run.preempted
     forever.set()
+
+
+def test_what_keeps_the_chief_from_saving_is_known_before_anybody_begins(two):
+    """Whoever begins may read together with the others, and would wait for the chief."""
+    saved: list[int] = []
+
+    class Full(FunctionState):
+        def ensure_ready(self) -> None:
+            raise OSError(28, "No space left on device")
+
+    run, told, other, _ = two(Full(lambda: saved.append(0)))
+    outcomes = as_worker_1(other, FunctionState(lambda: saved.append(1)))
+    told()
+    until_over(run)
+    assert outcomes().startswith("not saved")
+    assert saved == []
+
+
+def test_nobody_waits_beyond_the_deadline(two):
+    run, told, other, _ = two(FunctionState(lambda: None))
+    threading.Thread(target=answer, args=(other, 0), daemon=True).start()
+    began = time.monotonic()
+    told(deadline=began + 2)
+    until_over(run)  # Worker 1 does not come to the meeting.
+    assert run.preempted
+    assert time.monotonic() - began < 20
+
+
+def test_a_notice_when_the_others_have_ended_is_acted_on_at_the_end(two):
+    saved: list[int] = []
+    run, told, other, _ = two(FunctionState(lambda: saved.append(0)))
+    other.put("guard/log/0", [])  # Worker 1 has ended its loop.
+    told()
+    assert run.preempted is None
+    run.end()
+    assert run.preempted
+    assert saved == [0]
+
+
+def test_a_peer_that_dies_in_the_step_with_the_notice(two):
+    """Nothing can be saved, and the program is to be started again."""
+    saved: list[int] = []
+    run, told, other, _ = two(FunctionState(lambda: saved.append(0)))
+    run.boundary()
+
+    def dies() -> None:
+        told()
+        other.fail(RuntimeError("killed"))
+        wait_until(lambda: run._cohort._failure is not None, "it is known")
+        raise tf.errors.UnavailableError(None, None, "Collective ops is aborted")
+
+    with pytest.raises(AgreementError):
+        run.step(dies, (), {})
+    assert run.preempted
+    assert saved == []
+
+
+def test_who_is_alone_is_not_counted_as_a_common_stretch(opened):
+    before = opened(Store(), "worker 0", MEMBERS)
+    opened(Store(), "this process", ("this process",))
+    after = opened(Store(), "worker 0", MEMBERS)
+    numbers = [int(cohort._prefix.rpartition("/")[2]) for cohort in (before, after)]
+    assert numbers[1] == numbers[0] + 1
+
+
+def test_a_directory_that_is_not_shared_is_named(tmp_path, monkeypatch, opened):
+    monkeypatch.setattr("keras_safe_ckpt.loops.guarded_state._SHARED_SECONDS", 0.1)
+    role = Role(1, 2, False, True, MEMBERS[1], "test", MEMBERS)
+    state, _ = checkpoint_state(tmp_path)
+
+    def told_by_chief(name: str) -> Cohort:
+        store, generation = Store(), next(_generations)
+        opened(store, MEMBERS[0], MEMBERS, generation).put("guard/restored", name)
+        return opened(store, MEMBERS[1], MEMBERS, generation)
+
+    with pytest.raises(ValueError, match="that the chief sees, and this worker does not"):
+        state.restore(told_by_chief("ckpt-5"), role)
+    state.save_alone(3)
+    with pytest.raises(ValueError, match="'ckpt-1' that the chief has not found"):
+        state.restore(told_by_chief(""), role)
 
 
 def test_a_save_that_cannot_be_finished_in_time_is_not_begun():
@@ -451,20 +647,11 @@ def test_the_chief_decides_whether_there_is_time(two):
     run, told, other, _ = two(FunctionState(lambda: saved.append(0)))
     run._pace.save_took(1000.0)
 
-    def worker_1() -> None:
-        answer(other, 0)
-        role = Role(1, 2, False, True, MEMBERS[1], "test", MEMBERS)
-        state = FunctionState(lambda: saved.append(1))
-        outcomes.append(GuardSave(state, role, other, Pace()).together(1, (), {}, None))
-
-    outcomes: list[str] = []
-    thread = threading.Thread(target=worker_1)
-    thread.start()
+    outcome = as_worker_1(other, FunctionState(lambda: saved.append(1)))
     told(deadline=Notice("", "").received + 20)
     until_over(run)
-    thread.join(30)
+    assert outcome().startswith("not saved")
     assert saved == []
-    assert outcomes[0].startswith("not saved")
 
 
 def test_all_hear_of_a_save_that_failed(two):
@@ -472,21 +659,11 @@ def test_all_hear_of_a_save_that_failed(two):
         raise OSError(28, "No space left on device")
 
     run, told, other, _ = two(FunctionState(full))
-    outcomes: list[str] = []
-
-    def worker_1() -> None:
-        answer(other, 0)
-        role = Role(1, 2, False, True, MEMBERS[1], "test", MEMBERS)
-        state = FunctionState(lambda: None)
-        outcomes.append(GuardSave(state, role, other, Pace()).together(1, (), {}, None))
-
-    thread = threading.Thread(target=worker_1)
-    thread.start()
+    outcome = as_worker_1(other, FunctionState(lambda: None))
     told()
     until_over(run)
-    thread.join(30)
     assert run.preempted
-    assert "worker 0 failed with OSError" in outcomes[0]
+    assert "worker 0 failed with OSError" in outcome()
 
 
 def test_variables_are_held_without_copying_and_put_back():

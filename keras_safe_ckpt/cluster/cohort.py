@@ -50,7 +50,10 @@ class Cohort:
         self._store = store
         self.task = task
         self.members = members
-        number = next(_generations) if generation is None else generation
+        if generation is None:
+            # Who is alone is not counted: the others know nothing of it.
+            generation = next(_generations) if len(members) > 1 else 0
+        number = generation
         self._prefix = f"keras_safe_ckpt/{number}"
         self._barriers: dict[str, int] = {}
         self._failure: tuple[list[str], str] | None = None

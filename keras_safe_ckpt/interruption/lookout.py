@@ -32,9 +32,12 @@ class Lookout:
         is_wanted: Callable[[FrameType | None], bool],
         on_notice: Callable[[Notice], None],
         name: str = "preemption",
+        waits_for_end: bool = False,
     ) -> None:
         self._agreement = agreement_in(cohort, name)
         self._task = cohort.task
+        # Whether what comes when the others have ended is acted on later, at the end here.
+        self._waits_for_end = waits_for_end
         self._signals = SignalWatcher(
             choice.signals, seconds=choice.seconds_after, is_wanted=is_wanted
         )
@@ -122,7 +125,8 @@ class Lookout:
 
     def _ask(self, purpose: str, reason: str, seconds_left: float | None) -> bool:
         try:
-            return self._agreement.request(purpose, reason, seconds_left=seconds_left)
+            heard = self._agreement.request(purpose, reason, seconds_left=seconds_left)
+            return heard or self._waits_for_end
         except AgreementError as gone:
             # Whoever carries the agreement has died, and the next step will say so.
             _log.warning("The workers cannot be asked to %s: %s", purpose, gone)

@@ -110,6 +110,8 @@ class SafeCheckpointManager(_Manager):  # type: ignore[misc]
         self._init_fn = init_fn
         self._cluster_resolver = cluster_resolver
         self._known_role: Role | None = None
+        #: Called before each save, for what is to be brought up to date in the checkpoint.
+        self.before_save: Callable[[], object] | None = None
         self._writer = CheckpointWriter(
             checkpoint, self._place, self._family, self._keep, self._path_of
         )
@@ -173,6 +175,8 @@ class SafeCheckpointManager(_Manager):  # type: ignore[misc]
                     "Expected checkpoint_number to be a whole number from 0 to 2**63 - 1. "
                     f"Received: checkpoint_number={number}"
                 )
+            if self.before_save is not None:
+                self.before_save()
             path = self._save(number, options)
             self._last_checkpoint_step = step
             return path

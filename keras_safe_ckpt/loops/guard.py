@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from keras_safe_ckpt.interruption.ending import Ending, with_defaults
-from keras_safe_ckpt.loops.guard_run import GuardRun, program_has_failed
+from keras_safe_ckpt.loops.guard_run import GuardRun, is_end_of_data, last_error
 from keras_safe_ckpt.loops.guarded_state import guarded_state
 from keras_safe_ckpt.loops.training_role import role_in_loop
 from keras_safe_ckpt.preemption.choosing import choose
@@ -103,6 +103,7 @@ class PreemptionGuard:
         given = checkpoint_or_checkpoint_manager
         role = role_in_loop(cluster_resolver, getattr(given, "checkpoint", given))
         self._run = GuardRun(ending, role, state)
+        self._error_before = last_error()  # Of a notebook, say.
         if not _guards:
             # After TensorFlow's own, and so before it at the end.
             atexit.unregister(_end_with_program)
@@ -160,7 +161,7 @@ class PreemptionGuard:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is None:
+        if error is None or is_end_of_data(error):
             self.close()
         else:
             self._run.fail(error)
@@ -172,7 +173,7 @@ class PreemptionGuard:
 
     def end_with_program(self) -> None:
         """When the interpreter ends: save what a notice asked for, or let go."""
-        if program_has_failed():
+        if last_error() is not self._error_before:
             self._run.give_up()
         else:
             self._run.end_with_program()

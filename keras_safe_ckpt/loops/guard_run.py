@@ -20,11 +20,15 @@ from keras_safe_ckpt.interruption.report import Report
 from keras_safe_ckpt.loops.guard_save import GuardSave
 from keras_safe_ckpt.loops.guarded_state import GuardedState
 from keras_safe_ckpt.preemption.leaving import stay
+from keras_safe_ckpt.preemption.notices import Notice
 from keras_safe_ckpt.preemption.pace import Pace
 from keras_safe_ckpt.preemption.signals import end_now
 from keras_safe_ckpt.storage.writer import wait_for_all_writers
 
 _log = logging.getLogger(__name__)
+
+#: Notices that came when a loop had failed, for the case that it is tried again.
+_unanswered: list[Notice] = []
 
 
 class GuardRun:
@@ -47,6 +51,9 @@ class GuardRun:
         #: Why it has ended the loop; None if it has not.
         self.preempted: str | None = None
         self.is_over = False
+        #: A step has failed: nobody knows what is half done.
+        self._is_torn = False
+        self._is_followed = False
         #: How many runs were made, those before a restart included.
         self.runs = self._restored()
         if self.runs:
@@ -60,8 +67,11 @@ class GuardRun:
             is_wanted=lambda frame: True,
             on_notice=self._report.notice,
             name="guard",
+            waits_for_end=True,
         )
         self._lookout.start()
+        while _unanswered:
+            self._lookout.desk.tell(_unanswered.pop())
 
     def _restored(self) -> int:
         try:
@@ -76,34 +86,59 @@ class GuardRun:
     def step(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call it; whoever fails in it takes the others along."""
         began = time.perf_counter()
-        if self.is_over or not self._role.trains_together:
+        with self.guarding():
             result = function(*args, **kwargs)
-        else:
-            result = self._step_together(function, args, kwargs)
+        self._is_torn = False
         self.runs += 1
         self._pace.batch_took(time.perf_counter() - began)
+        self._follow()
         return result
 
-    def _step_together(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        from tensorflow.errors import OutOfRangeError
-
+    @contextlib.contextmanager
+    def guarding(self) -> Iterator[None]:
+        """What fails in here ends the other workers, too. The end of the data is no failure."""
+        if self.is_over:
+            yield
+            return
+        end_of_data: BaseException | None = None
+        together = self._role.trains_together
         try:
-            with self._cohort.guarding():
+            with self._cohort.guarding() if together else contextlib.nullcontext():
                 try:
-                    return function(*args, **kwargs)
-                except (StopIteration, OutOfRangeError) as error:
-                    end_of_data = error  # For all of them, and no failure.
+                    yield
+                except BaseException as error:
+                    if not is_end_of_data(error):
+                        self._is_torn = True
+                        raise
+                    end_of_data = error
         except AgreementError as gone:
-            if self._put_back is not None:
-                # All were about to stop: what there was before this step can be saved.
-                self._put_back()
-                self._stop_alone(gone)
+            self._lost(gone)
             raise
-        raise end_of_data
+        if end_of_data is not None:
+            raise end_of_data
+
+    def _lost(self, gone: AgreementError) -> None:
+        """Another worker is, in the middle of a step: if all were about to stop, leave."""
+        if self.is_over:
+            return
+        if self._put_back is not None:
+            self._put_back()  # What there was before this step can be saved.
+            self._stop_alone(gone)
+        elif self._lookout.is_pressed():
+            self._lookout.answered()
+            outcome = f"not saved, in the middle of a step: {gone.reason}"
+            self._leave(gone.reason, self._role.task, outcome, time.perf_counter())
+
+    def _follow(self) -> None:
+        if not self._is_followed:
+            self._is_followed = True
+            self._state.follow(lambda: self.runs)
 
     def counts(self) -> None:
         """A step was made elsewhere, since the last boundary."""
         self.runs += 1
+        self._is_torn = False
+        self._follow()
         if self._since is not None:
             self._pace.batch_took(time.perf_counter() - self._since)
 
@@ -111,6 +146,7 @@ class GuardRun:
         """Act on what is due here. ``args`` and ``kwargs`` are for the save, if there is one."""
         if self.is_over:
             return
+        self._is_torn = False  # Whoever goes on after an error has seen to it.
         self._put_back = self._state.hold() if self._lookout.expects else None
         try:
             due = self._lookout.after_step()
@@ -125,20 +161,14 @@ class GuardRun:
                 self._stop(request, args, kwargs or {})
         self._since = time.perf_counter()
 
-    @contextlib.contextmanager
-    def guarding(self) -> Iterator[None]:
-        """What fails in here ends the other workers, too."""
-        if self.is_over or not self._role.trains_together:
-            yield
-        else:
-            with self._cohort.guarding():
-                yield
-
     # The end.
 
     def end(self) -> None:
         """The loop has come to its end: what all were to stop for is due now."""
         if self.is_over:
+            return
+        if self._is_torn:
+            self.give_up()
             return
         try:
             last = self._last_request()
@@ -148,11 +178,15 @@ class GuardRun:
             raise
         if last is not None:
             self._stop(last, (), {})
+        elif self._lookout.is_pressed():
+            self._stop_alone(AgreementError([], "the others have ended before"))
         self.close()
 
     def end_with_program(self) -> None:
         """The program ends by itself, in time: there is nothing to start again."""
-        if not self.is_over:
+        if self._is_torn:
+            self.give_up()
+        elif not self.is_over:
             self._save_at_end()
             self._lookout.answered()
             self.close()
@@ -163,6 +197,9 @@ class GuardRun:
         From where this is called nothing can be raised: a notice ends the program here.
         """
         if self.is_over:
+            return
+        if self._is_torn:
+            self.give_up()
             return
         # Together with the others, whoever of them has the notice.
         concerned = self._role.trains_together or self._lookout.is_pressed()
@@ -182,15 +219,21 @@ class GuardRun:
         self.give_up()
 
     def give_up(self) -> None:
-        """The program ends by an error, which is what everybody is to see."""
-        if not self.is_over and self._lookout.is_pressed():
+        """The loop has ended by an error, which is what everybody is to see."""
+        if self.is_over:
+            return
+        self._is_torn = True
+        if self._lookout.is_pressed():
             _log.warning("The loop has failed before a notice could be acted on: nothing saved.")
             self._lookout.answered()
+            # Should it be tried again, the next guard hears of it.
+            _unanswered.extend(filter(None, [self._lookout.desk.pressing]))
         self.close()
 
     def close(self) -> None:
         if not self.is_over:
             self.is_over = True
+            self._state.ended(None if self._is_torn else self.runs)
             self._lookout.close()
             self._cohort.close()
 
@@ -203,7 +246,10 @@ class GuardRun:
             last = self._last_request()
             if last is not None:
                 self._save(last, (), {})
-            return last is not None
+                return True
+            if self._lookout.is_pressed():
+                raise AgreementError([], "the others have ended before")
+            return False
         except AgreementError as gone:
             if not self._lookout.is_pressed():
                 _log.debug("The others have ended before: %s", gone)
@@ -265,9 +311,17 @@ class GuardRun:
         return min((seconds for seconds in ends if seconds is not None), default=None)
 
 
-def program_has_failed() -> bool:
-    """Whether the interpreter ends by an error: then nobody knows what is half done."""
-    return getattr(sys, "last_value", None) is not None
+def last_error() -> BaseException | None:
+    """By which the interpreter ends, if it does: then nobody knows what is half done."""
+    return getattr(sys, "last_value", None)
+
+
+def is_end_of_data(error: BaseException) -> bool:
+    """For all workers at the same step, and no failure."""
+    if isinstance(error, (StopIteration, GeneratorExit)):
+        return True
+    errors = getattr(sys.modules.get("tensorflow"), "errors", None)
+    return errors is not None and isinstance(error, errors.OutOfRangeError)
 
 
 def _cohort(role: Role) -> Cohort:

@@ -46,7 +46,7 @@ class GuardSave:
         """All workers do this at the same boundary, and go on when all are done."""
         outcome, failure = "saved", None
         try:
-            if self._is_in_time(seconds_left):
+            if self._all_begin(seconds_left):
                 began = time.perf_counter()
                 self._state.save(runs, args, kwargs)
                 self._pace.save_took(time.perf_counter() - began)
@@ -59,7 +59,7 @@ class GuardSave:
         except Exception as error:  # noqa: BLE001  # said and recorded; see above
             _log.error("The checkpoint could not be written: %s", error)
             outcome, failure = f"not saved: {error}{_STANDS}", error
-        return self._met(outcome, failure)
+        return self._met(outcome, failure, seconds_left)
 
     def alone(self, runs: int, gone: AgreementError, seconds_left: float | None) -> str:
         """Somebody is missing: the first of those who are left saves what it has."""
@@ -83,22 +83,32 @@ class GuardSave:
         thread.join(limit)
         return outcome[0] if outcome else f"not saved within {limit:.0f} s{_STANDS}"
 
-    def _is_in_time(self, seconds_left: float | None) -> bool:
-        """As the chief sees it: it writes, and all must do the same."""
-        in_time = self._pace.can_save(seconds_left)
+    def _all_begin(self, seconds_left: float | None) -> bool:
+        """As the chief sees it: whoever begins waits for the others, at the latest in reading."""
         if not self._role.trains_together:
-            return in_time
-        key = f"guard/in-time/{next(self._numbers)}"
-        if self._cohort.leads:
-            self._cohort.put(key, in_time)
-            return in_time
-        return bool(self._cohort.await_word(key, _MEETING_SECONDS))
+            return self._pace.can_save(seconds_left)
+        key = f"guard/begin/{next(self._numbers)}"
+        if not self._cohort.leads:
+            return bool(self._cohort.await_word(key, _MEETING_SECONDS))
+        begins = False
+        try:
+            begins = self._pace.can_save(seconds_left)
+            if begins:
+                self._state.ensure_ready()
+        except BaseException:
+            begins = False
+            raise
+        finally:
+            self._cohort.put(key, begins)
+        return begins
 
-    def _met(self, outcome: str, failure: Exception | None) -> str:
+    def _met(self, outcome: str, failure: Exception | None, seconds_left: float | None) -> str:
         if not self._role.trains_together:
             return outcome
+        # Not beyond the deadline: then the program leaves, and nobody waits for it any more.
+        seconds = _MEETING_SECONDS if seconds_left is None else max(1.0, seconds_left)
         try:
-            self._cohort.barrier("guard", failure, seconds=_MEETING_SECONDS)
+            self._cohort.barrier("guard", failure, seconds=min(_MEETING_SECONDS, seconds))
         except AgreementError as gone:
             if self._role.chief and failure is None:
                 return f"{outcome}, but the workers could not meet any more: {gone.reason}"

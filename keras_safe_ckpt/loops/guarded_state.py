@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, Protocol
 
 from keras_safe_ckpt.cluster.cohort import Cohort
 from keras_safe_ckpt.cluster.roles import Role
-from keras_safe_ckpt.errors import CheckpointNotFoundError
+from keras_safe_ckpt.errors import AgreementError, CheckpointNotFoundError
 from keras_safe_ckpt.loops.trackables import HeldVariables, add_seeds
 from keras_safe_ckpt.storage.events import EventLog
 from keras_safe_ckpt.storage.lock_backend import Locks
@@ -24,6 +25,9 @@ _MAX_TO_KEEP = 2
 _CHIEF_SECONDS = 600.0
 #: How long another worker may take to see a file that the chief has seen.
 _SHARED_SECONDS = 10.0
+
+#: What loops of this process have trained, and for how many runs.
+_trained: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 class GuardedState(Protocol):
@@ -42,6 +46,15 @@ class GuardedState(Protocol):
 
     def hold(self) -> Callable[[], None]:
         """Remember what it is now; what is returned brings it back."""
+
+    def ensure_ready(self) -> None:
+        """Raise what would keep the chief from saving now, before anybody begins to."""
+
+    def follow(self, runs: Callable[[], int]) -> None:
+        """Whoever else saves is to save the number of runs, too; called after the first one."""
+
+    def ended(self, runs: int | None) -> None:
+        """The loop has ended after so many runs, or (None) nobody knows where."""
 
 
 class FunctionState:
@@ -63,6 +76,15 @@ class FunctionState:
 
     def hold(self) -> Callable[[], None]:
         return lambda: None
+
+    def ensure_ready(self) -> None:
+        """It is the function that knows."""
+
+    def follow(self, runs: Callable[[], int]) -> None:
+        """Nobody else does."""
+
+    def ended(self, runs: int | None) -> None:
+        """Whoever restores knows."""
 
 
 class CheckpointState:
@@ -89,6 +111,10 @@ class CheckpointState:
         add_seeds(checkpoint)
 
     def restore(self, cohort: Cohort, role: Role) -> int:
+        trained = _trained.pop(self._manager.checkpoint, None)
+        if trained is not None:
+            # By a guard before this one: what is in memory is newer than any checkpoint of it.
+            return trained
         if not role.trains_together or not self._is_ours:
             self._manager.restore_or_initialize()
         elif role.chief:
@@ -101,7 +127,11 @@ class CheckpointState:
     def _restore_as_chief(self, cohort: Cohort) -> None:
         """All go on from the same checkpoint, whatever this worker would find the newest."""
         name = cohort.await_word("guard/restored", _CHIEF_SECONDS)
+        if name is None:
+            raise AgreementError(cohort.members[:1], f"no word from {cohort.members[0]}")
         if not name:
+            if self._manager.latest_checkpoint is not None:
+                raise self._not_shared(self._manager.latest_checkpoint, "has not found")
             self._manager.restore_or_initialize()
             return
         path = os.path.join(self._manager.directory, name)
@@ -112,18 +142,24 @@ class CheckpointState:
                 return
             except CheckpointNotFoundError:
                 if time.monotonic() > deadline:
-                    raise ValueError(
-                        "Expected a directory that all workers share: this one does not see the "
-                        f"checkpoint {name!r} there, which the chief has restored. Received: "
-                        f"{self._manager.directory!r} on {socket.gethostname()}"
-                    ) from None
+                    raise self._not_shared(name, "sees, and this worker does not") from None
                 time.sleep(0.05)
 
+    def _not_shared(self, name: str, what: str) -> ValueError:
+        return ValueError(
+            "Expected a directory that all workers share. There is a checkpoint "
+            f"{os.path.basename(name)!r} that the chief {what}. Received: "
+            f"{self._manager.directory!r} on {socket.gethostname()}"
+        )
+
     def save(self, runs: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        add_seeds(self._manager.checkpoint)  # Of layers that were built since.
         self._runs.assign(runs)
         if self._save_fn is not None:
             self._save_fn(*args, **kwargs)
             return
+        if len(args) < 2:
+            kwargs = {"check_interval": False, **kwargs}  # However short ago the last one was.
         self._manager.save(*args, **kwargs)
         if kwargs.get("options") is not None:
             self._manager.sync()  # It may have been begun in the background.
@@ -139,6 +175,19 @@ class CheckpointState:
 
     def hold(self) -> Callable[[], None]:
         return HeldVariables(self._manager.checkpoint).put_back
+
+    def ensure_ready(self) -> None:
+        if self._is_ours and self._save_fn is None:
+            self._manager.ensure_usable()
+
+    def follow(self, runs: Callable[[], int]) -> None:
+        add_seeds(self._manager.checkpoint)  # Of layers that the first step has built.
+        if self._is_ours:
+            self._manager.before_save = lambda: self._runs.assign(runs())
+
+    def ended(self, runs: int | None) -> None:
+        if runs is not None:
+            _trained[self._manager.checkpoint] = runs
 
 
 def guarded_state(

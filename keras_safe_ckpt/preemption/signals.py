@@ -81,6 +81,10 @@ class SignalWatcher:
         self._seconds = seconds
         self._is_wanted = is_wanted
         self._previous: dict[int, Any] = {}
+        #: The same, and still known when it watches no more: another watcher may have been
+        #: started since, and calls this one before them.
+        self._chain: dict[int, Any] = {}
+        self._is_stopped = False
         #: When the first one of each kind came.
         self._received: dict[int, float] = {}
         self._desk: Desk | None = None
@@ -100,10 +104,11 @@ class SignalWatcher:
         if not self.signals:
             return
         self._received = {}
-        self._is_answered = False
+        self._is_answered = self._is_stopped = False
         self._desk = desk
         for number in self.signals:
-            self._previous[number] = signal.signal(number, self._receive)
+            previous = signal.signal(number, self._receive)
+            self._previous[number] = self._chain[number] = previous
         _watching.append(self)
         threading.Thread(
             target=self._report_on, name="keras_safe_ckpt-notice-signals", daemon=True
@@ -116,6 +121,10 @@ class SignalWatcher:
         """
         if not self._previous:
             return
+        if self._received and self._is_answered:
+            # An echo of what was acted on is not to have any other effect.
+            time.sleep(max(0.0, self._received[self._last()] + ECHO_SECONDS - time.monotonic()))
+        self._is_stopped = True
         if self in _watching:
             _watching.remove(self)
         if threading.current_thread() is threading.main_thread():
@@ -128,6 +137,7 @@ class SignalWatcher:
         """The handlers that were there before, on the main thread; a forked child has them, too."""
         for number, previous in self._previous.items():
             if signal.getsignal(number) == self._receive:
+                previous = _still_watching(number, previous)
                 signal.signal(number, previous if previous is not None else signal.SIG_DFL)
         self._previous.clear()
 
@@ -148,6 +158,14 @@ class SignalWatcher:
         self._wake.put(False)
         return taken
 
+    @property
+    def is_stopped(self) -> bool:
+        return self._is_stopped
+
+    def before(self, number: int) -> Any:
+        """The handler that was there before this watcher."""
+        return self._chain.get(number)
+
     def answered(self) -> None:
         """What came is being acted on."""
         self._is_answered = True
@@ -165,7 +183,7 @@ class SignalWatcher:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if not self._is_wanted(frame):
+        if self._is_stopped or not self._is_wanted(frame):
             self._have_the_former_effect(number, frame)
         elif number not in self._received:
             # Another one than before is news, too: SLURM warns by SIGUSR1, and then means it.
@@ -181,7 +199,7 @@ class SignalWatcher:
         return max(self._received, key=self._received.__getitem__)
 
     def _call_former_handler(self, number: int, frame: FrameType | None) -> None:
-        previous = self._previous.get(number)
+        previous = self._chain.get(number)
         if not callable(previous) or previous is signal.default_int_handler:
             return
         try:
@@ -193,7 +211,7 @@ class SignalWatcher:
             _log.exception("The former handler of signal %s has failed; it stops nothing.", number)
 
     def _have_the_former_effect(self, number: int, frame: FrameType | None) -> None:
-        previous = self._previous.get(number, signal.SIG_DFL)
+        previous = self._chain.get(number, signal.SIG_DFL)
         if previous is signal.SIG_IGN:
             return
         if callable(previous):
@@ -227,6 +245,16 @@ class SignalWatcher:
         # Not in the handler, under which anything may be locked.
         while self._wake.get():
             self.report()
+
+
+def _still_watching(number: int, handler: Any) -> Any:
+    """The handler, or if it is one of a watcher that was stopped, the one before that."""
+    while isinstance(getattr(handler, "__self__", None), SignalWatcher):
+        watcher: SignalWatcher = handler.__self__
+        if not watcher.is_stopped:
+            break
+        handler = watcher.before(number)
+    return handler
 
 
 def end_by_signal(number: int) -> None:

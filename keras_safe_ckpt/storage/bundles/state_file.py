@@ -7,7 +7,6 @@ TensorFlow, and believed only where the checkpoints themselves do not tell more.
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import re
 import time
@@ -62,12 +61,13 @@ def read_state(directory: Path, name: str = DEFAULT_NAME) -> State | None:
     paths = [os.fsdecode(value) for key, value in fields if key == _ALL]
     if not any(key == _LATEST and value for key, value in fields):
         return None  # Cut off, or empty.
-    if len(times) != len(paths):
+    known = [since for since in times if since is not None]
+    if len(known) != len(paths):
         # The v1 Saver of TensorFlow keeps none; the order of the list is the order of the saves.
-        times = list(itertools.accumulate((_time_of(directory, path) for path in paths), max))
+        known = list(itertools.accumulate((_time_of(directory, path) for path in paths), max))
     entries = [
         (since, own)
-        for path, since in zip(paths, times, strict=True)
+        for path, since in zip(paths, known, strict=True)
         if (own := _name_in(directory, path)) is not None
     ]
     # By the times, and among equals as they are listed.
@@ -75,7 +75,8 @@ def read_state(directory: Path, name: str = DEFAULT_NAME) -> State | None:
     listed = {own: since for since, own in entries}
     before_all = min(listed.values(), default=0.0) - 1
     stays = _STAYS.encode() in text.split(b"\n")
-    return State(listed, preserved[-1] if preserved else before_all, stays)
+    kept = preserved[-1] if preserved else None
+    return State(listed, before_all if kept is None else kept, stays)
 
 
 def write_state(directory: Path, state: State, newest: str, name: str = DEFAULT_NAME) -> None:
@@ -120,9 +121,9 @@ def _escaped(name: str) -> str:
     )
 
 
-def _sane(value: bytes) -> float:
-    seconds, now = float(value), time.time()
-    return seconds if math.isfinite(seconds) and 0 <= seconds <= now + _TEN_YEARS else now
+def _sane(value: bytes) -> float | None:
+    seconds = float(value)
+    return seconds if 0 <= seconds <= time.time() + _TEN_YEARS else None
 
 
 def _time_of(directory: Path, path: str) -> float:
