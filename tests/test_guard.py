@@ -136,7 +136,8 @@ ENDS = {
     "caught, and the program ends": "try:\n    go(guard)\nexcept KeyError:\n    sys.exit(5)",
     "sys.exit in a step": "go(guard, lambda: sys.exit(5))",
     "caught, and the guard is gone": (
-        "del guard\ndef train_all(one):\n    try:\n        go(one)\n    except KeyError:\n        pass\n"
+        "del guard\ndef train_all(one):\n    try:\n        go(one)\n    except KeyError:\n"
+        "        pass\n"
         "train_all(PreemptionGuard(save_fn=save))\nsys.exit(5)"
     ),
     "at the end of a block": (
