@@ -6,9 +6,10 @@
 
 `SafeCheckpointManager.save` returns when the checkpoint is durable. TensorFlow's own returns
 before: "plus fsync" adds what it leaves out, an fsync of its files and of the directory.
-What is compared is measured in turn, in one process; times and ratios are the best of ``--rounds``
-rounds, with the ratio of the medians beside them, and every round is printed to standard error.
-All restores are of files that were read before. Ends with 1 if a goal is missed.
+What is compared is measured in turn, in one process, each way first every other time; times and
+ratios are the best of ``--rounds`` rounds, with the ratio of the medians beside them, and every
+round is printed to standard error. All restores are of files that were read before. Ends with 1 if
+a goal is missed.
 """
 
 from __future__ import annotations
@@ -52,8 +53,17 @@ class Comparison:
         self._ways = (ours, theirs)
         self.times: tuple[list[float], list[float]] = ([], [])
 
-    def measure(self, *, quiet: bool = False) -> None:
-        for way, times in zip(self._ways, self.times, strict=True):
+    def measure_all(self, rounds: int, *, quiet: bool = False) -> None:
+        self._measure(quiet=True)
+        for times in self.times:
+            times.clear()  # The first one traces functions and makes directories.
+        for _ in range(rounds):
+            self._measure(quiet=quiet)
+
+    def _measure(self, *, quiet: bool) -> None:
+        pairs = list(zip(self._ways, self.times, strict=True))
+        # Whoever comes second finds the memory of the file that the first one has deleted.
+        for way, times in pairs if len(self.times[0]) % 2 == 0 else reversed(pairs):
             times.append(seconds(way))
         if not quiet:
             ours, theirs = self.times
@@ -145,19 +155,11 @@ def main() -> int:
         size = sum(view.nbytes for view in state_views(large))
         warm_up_memory(3 * size)
         comparisons = compare_managers(large, folder, f"{size / 1e9:.2g} GB", 1.3)
-        for number in range(options.rounds + 1):
-            for comparison in comparisons:
-                comparison.measure()
-                if number == 0:
-                    for times in comparison.times:
-                        times.clear()  # The first one traces functions and makes directories.
         small = compare_managers(build_model(8e3), folder, "100 kB", 1.3)
-        for number in range(SMALL_ROUNDS + 1):
-            for comparison in small:
-                comparison.measure(quiet=True)
-                if number == 0:
-                    for times in comparison.times:
-                        times.clear()
+        for comparison in comparisons:
+            comparison.measure_all(options.rounds)
+        for comparison in small:
+            comparison.measure_all(SMALL_ROUNDS, quiet=True)
         rows = [comparison.row() for comparison in (*comparisons, *small)]
         rows.append(["a step of `PreemptionGuard.run` at which nothing is due",
                      f"{1e6 * measure_guard():.1f} µs", "", "", ""])  # fmt: skip
