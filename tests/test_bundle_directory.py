@@ -133,6 +133,35 @@ def test_numbers_are_taken_once(tmp_path, made):
         assert far.name == "ckpt-10"
 
 
+@pytest.mark.parametrize("exactly", [None, "ckpt-1"])
+def test_bytes_are_durable_before_names_and_data_before_the_index(
+    tmp_path, made, monkeypatch, exactly
+):
+    publish(tmp_path, made, 1)
+    happened: list[tuple[str, object]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(descriptor: int) -> None:
+        happened.append(("synced", os.fstat(descriptor).st_ino))
+        fsync(descriptor)
+
+    def replaced(source: str, target: str) -> None:
+        happened.append(("placed", (os.stat(source).st_ino, Path(target).name)))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    publish(tmp_path, made, 2, exactly=exactly)
+    names = [what[1].rpartition(".")[2] for kind, what in happened if kind == "placed"]
+    assert names[:3] == ["data-00000-of-00001", "index", "checkpoint"]
+    directory = ("synced", tmp_path.stat().st_ino)
+    placed = [number for number, (kind, _) in enumerate(happened) if kind == "placed"]
+    for number in placed:
+        assert ("synced", happened[number][1][0]) in happened[:number]
+    for one, other in zip(placed, [*placed[1:], len(happened)], strict=True):
+        assert directory in happened[one:other]  # Its name, before the next one.
+
+
 def test_only_so_many_stay(tmp_path, made):
     for value in range(1, 6):
         publish(tmp_path, made, value)

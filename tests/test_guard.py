@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import signal
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from metadata_server import GcpServer
+from metadata_server import AwsServer, AzureServer, GcpServer
 from processes import run
 
 #: A loop of ten steps that keeps its state in a file of its own; `notes` is what happened.
@@ -420,24 +421,67 @@ def test_signals_of_slurm(tmp_path, monkeypatch):
     assert notes(tmp_path) == ["saved 3"]
 
 
-def test_a_machine_of_google_without_an_accelerator(tmp_path, monkeypatch):
-    """On which TensorFlow's handler does nothing at all."""
-    with GcpServer() as server:
-        monkeypatch.setenv("GCE_METADATA_HOST", server.url.removeprefix("http://"))
-        server.values["preempted"] = "TRUE"
-        code = (
-            LOOP
-            + """
+def gcp(server: Any) -> None:
+    server.values["preempted"] = "TRUE"
+
+
+def aws(server: Any) -> None:
+    server.spot(action="terminate", time=f"{soon():%Y-%m-%dT%H:%M:%SZ}")
+
+
+def azure(server: Any) -> None:
+    server.schedule("Preempt", NotBefore=f"{soon():%a, %d %b %Y %H:%M:%S GMT}")
+
+
+def soon() -> datetime.datetime:
+    return datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(seconds=20)
+
+
+@pytest.mark.parametrize(
+    ("make", "variable", "tell", "code"),
+    [
+        (GcpServer, "GCE_METADATA_HOST", gcp, 143),
+        (AwsServer, "AWS_EC2_METADATA_SERVICE_ENDPOINT", aws, 42),
+        (AzureServer, "KERAS_SAFE_CKPT_AZURE_ENDPOINT", azure, 42),
+    ],
+)
+def test_notices_of_clouds(tmp_path, monkeypatch, make, variable, tell, code):
+    """On machines without an accelerator, too, on which TensorFlow's handler does nothing."""
+    program = """
 guard = PreemptionGuard(save_fn=save)
 deadline = time.monotonic() + 60
 while time.monotonic() < deadline:
     loop(guard, steps=state["step"] + 1)
     time.sleep(0.01)
 """
-        )
-        done = run(code, tmp_path)
-    assert done.returncode == 143, done.stderr
+    with make() as server:
+        monkeypatch.setenv(variable, server.url)
+        tell(server)
+        done = run(LOOP + program, tmp_path)
+    assert done.returncode == code, done.stderr
     assert len(notes(tmp_path)) == 1
+
+
+def test_a_long_grace_period_is_trained_through(tmp_path):
+    """A save at once, since the end may come early; another one just before the deadline."""
+    program = """
+from keras_safe_ckpt.preemption import pace
+pace.LONG_SECONDS, pace._RESERVE_SECONDS = 0.3, 0.2
+guard = PreemptionGuard(save_fn=save, grace_period=1.5)
+began = time.monotonic()
+import atexit
+atexit.register(lambda: note(f"{time.monotonic() - began:.2f}"))
+os.kill(os.getpid(), signal.SIGTERM)
+while True:
+    loop(guard, steps=state["step"] + 1)
+    time.sleep(0.01)
+"""
+    done = run(LOOP + program, tmp_path)
+    assert done.returncode == 42, done.stderr
+    first, last, seconds = notes(tmp_path)
+    assert int(first.split()[1]) <= 5
+    assert int(last.split()[1]) > int(first.split()[1]) + 5
+    assert 0.5 < float(seconds) < 1.5
 
 
 def test_a_boundary_costs_next_to_nothing():

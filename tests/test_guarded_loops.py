@@ -113,6 +113,7 @@ def test_two_workers_interrupted_in_each_example(tmp_path, two_undisturbed):
     assert facts(tmp_path) == two_undisturbed
     for example in EXAMPLES:
         assert leftovers(tmp_path / example) == []
+        assert len(events(tmp_path, example, "save")) == 1  # The chief's.
         both = events(tmp_path, example, "backup" if example == "run" else "preempted")
         assert [event["outcome"] for event in both] == ["saved", "saved"]
         assert len({event["runs"] for event in both}) == 1
