@@ -137,7 +137,7 @@ def events(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", ["manager", "saver"])
 def test_processes_save_and_read(kind, tmp_path):
-    save_and_read(kind, tmp_path, savers=3, times=12, readers=1)
+    assert save_and_read(kind, tmp_path, savers=3, times=12, readers=1) > 0
 
 
 @pytest.mark.campaign
@@ -145,6 +145,7 @@ def test_processes_save_and_read(kind, tmp_path):
 @pytest.mark.parametrize("kind", ["manager", "saver"])
 def test_eight_processes_save_a_hundred_times(kind, tmp_path, record_property):
     restored = save_and_read(kind, tmp_path, savers=8, times=100, readers=3)
+    assert restored >= 3
     record_property(
         "campaign",
         f"{kind}: 8 processes saved 100 times each, 3 readers restored {restored} times, "
@@ -152,7 +153,9 @@ def test_eight_processes_save_a_hundred_times(kind, tmp_path, record_property):
     )
 
 
-def kill_at_random(kind: str, tmp_path: Path, *, rounds: int, seed: int) -> None:
+def kill_at_random(kind: str, tmp_path: Path, *, rounds: int, seed: int) -> int:
+    """How many were killed while they saved."""
+    killed = 0
     folder = tmp_path / "ckpts"
     folder.mkdir()
     rng = random.Random(seed)
@@ -169,23 +172,25 @@ def kill_at_random(kind: str, tmp_path: Path, *, rounds: int, seed: int) -> None
             wait_until(lambda target=target: len(events(folder)) >= target, "they save")
             for child in children:
                 child.send_signal(signal.SIGKILL)
-                child.wait(30)
+                killed += child.wait(30) == -signal.SIGKILL
                 child.communicate()
     finally:
         (tmp_path / "stop").touch()
     assert int(ended(reader)) > 0
     ended(begin(kind, "save", folder, 7, 6))
     check(folder)
+    return killed
 
 
 @pytest.mark.parametrize("kind", ["manager", "saver"])
 def test_savers_killed_at_random(kind, tmp_path):
-    kill_at_random(kind, tmp_path, rounds=1, seed=len(kind))
+    assert kill_at_random(kind, tmp_path, rounds=1, seed=len(kind)) == 2
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", ["manager", "saver"])
 def test_savers_killed_at_random_again_and_again(kind, tmp_path, record_property):
-    kill_at_random(kind, tmp_path, rounds=15, seed=1)
-    record_property("campaign", f"{kind}: 30 savers killed at random, a reader beside them")
+    killed = kill_at_random(kind, tmp_path, rounds=15, seed=1)
+    assert killed == 30
+    record_property("campaign", f"{kind}: {killed} savers killed at random, a reader beside them")
