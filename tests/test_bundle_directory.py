@@ -24,6 +24,7 @@ from keras_safe_ckpt.storage.bundles.family import Family, Keep
 from keras_safe_ckpt.storage.bundles.recovery import reading
 from keras_safe_ckpt.storage.bundles.staging import StagedBundle, stage
 from keras_safe_ckpt.storage.bundles.state_file import State, read_state, write_state
+from keras_safe_ckpt.storage.locks import claim
 
 CKPT = Family("ckpt", bare=True)
 TWO = Keep(2)
@@ -680,6 +681,49 @@ def test_killed_at_random_while_others_save_and_read(tmp_path, made):
         assert newest(folder) == 4
         assert leftovers(folder) == []
         assert len(names_in(folder)) == 2
+
+
+def test_what_was_half_deleted_is_deleted(tmp_path, made):
+    """Its index was gone when the process was killed."""
+    publish(tmp_path, made, 1)
+    publish(tmp_path, made, 2)
+    (tmp_path / "ckpt-1.index").unlink()
+    publish(tmp_path, made, 3)
+    assert leftovers(tmp_path) == []
+    assert names_in(tmp_path) == ["ckpt-2", "ckpt-3"]
+
+
+@pytest.mark.parametrize("exactly", [None, "ckpt-1"])
+def test_killed_while_it_was_put_right(tmp_path, made, monkeypatch, exactly):
+    """What is left of a folder must not tell another story than the whole of it."""
+    for value in (1, 2):
+        publish(tmp_path, made, value)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", _disk_is_full)
+        patched.setattr("shutil.rmtree", _only_the_index)
+        with pytest.raises(CheckpointWriteError):
+            publish(tmp_path, made, 3, exactly=exactly)
+    (folder,) = tmp_path.glob("*.kscktmp")
+    (folder / "abandoned").touch()  # As if its process was gone.
+    with reading(BundleDirectory(tmp_path)):
+        assert newest(tmp_path) == 2
+    assert list(read_state(tmp_path).listed) == ["ckpt-1", "ckpt-2"]
+    assert leftovers(tmp_path) == []
+
+
+def _only_the_index(folder: Path, **options: object) -> None:
+    for path in Path(folder).glob("*.index"):
+        path.unlink()
+
+
+def test_a_folder_of_a_living_process_is_claimed(tmp_path):
+    """A sweeper in another container does not see the process, and tries this."""
+    with stage(BundleDirectory(tmp_path), CKPT, 1) as living:
+        descriptor = os.open(os.path.dirname(living.prefix), os.O_RDONLY)
+        try:
+            assert not claim(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def test_a_folder_of_a_living_process_stays(tmp_path, made):

@@ -237,6 +237,9 @@ def test_an_error_in_the_background_comes_back(tmp_path, monkeypatch):
     manager.save(options=options)
     with pytest.raises(CheckpointWriteError):
         manager.sync()
+    manager.save(options=options)
+    with pytest.raises(CheckpointWriteError):
+        manager.save(options=options)  # Who does not wait hears of it then.
     monkeypatch.undo()
     assert leftovers(tmp_path) == []
     manager.save(options=options)
