@@ -53,8 +53,7 @@ class Cohort:
         if generation is None:
             # Who is alone is not counted: the others know nothing of it.
             generation = next(_generations) if len(members) > 1 else 0
-        number = generation
-        self._prefix = f"keras_safe_ckpt/{number}"
+        self._prefix = f"keras_safe_ckpt/{generation}"
         self._barriers: dict[str, int] = {}
         self._failure: tuple[list[str], str] | None = None
         self._failed_here = False

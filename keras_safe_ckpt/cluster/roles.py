@@ -80,7 +80,8 @@ def role_under(strategy: Any, environment: Mapping[str, str]) -> Role:
         # One process drives all of it; the tasks of the resolver are not processes like this.
         return Role(source="TPUStrategy")
     synchronous = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
-    return role_by(resolver, environment, synchronous, f"cluster resolver of {_name(strategy)}")
+    source = f"cluster resolver of {type(strategy).__name__}"
+    return role_by(resolver, environment, synchronous, source)
 
 
 def role_by(
@@ -190,10 +191,6 @@ def _role_in(
         source=source,
         members=members,
     )
-
-
-def _name(strategy: Any) -> str:
-    return type(strategy).__name__
 
 
 def _indices(tasks: Any) -> list[int]:
