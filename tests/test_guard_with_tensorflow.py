@@ -223,6 +223,21 @@ def test_a_guard_for_each_epoch_does_not_roll_back(tmp_path):
         guard.close()
 
 
+def test_a_guard_for_each_epoch_of_a_model_does_not_roll_back(tmp_path):
+    undisturbed, model = model_with_dropout(), model_with_dropout()
+    guard, told = guarded(model, tmp_path)
+    told()
+    guard.save_checkpoint_if_preempted()
+    for _ in range(2):
+        guard, _ = guarded(model, tmp_path)
+        guard.run(train, model)
+        guard.close()
+    undisturbed.optimizer.build(undisturbed.trainable_variables)
+    for _ in range(2):
+        train(undisturbed)
+    assert values(model) == values(undisturbed)
+
+
 def test_after_an_error_a_guard_restores(tmp_path):
     checkpoint = tf.train.Checkpoint(w=tf.Variable(3.0))
     SafeCheckpointManager(checkpoint, tmp_path, 2).save()

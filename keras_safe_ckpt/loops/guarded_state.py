@@ -90,13 +90,17 @@ class FunctionState:
 class CheckpointState:
     """For a checkpoint of TensorFlow, with the number of runs in it.
 
-    ``save_fn`` saves in place of the manager, if the user has one.
+    ``save_fn`` saves in place of the manager, if the user has one. ``trained`` is what the user
+    trains: the checkpoint, unless it was made here around something else.
     """
 
-    def __init__(self, manager: Any, save_fn: Callable[..., object] | None) -> None:
+    def __init__(
+        self, manager: Any, save_fn: Callable[..., object] | None, trained: Any = None
+    ) -> None:
         import tensorflow as tf
 
         self._manager = manager
+        self._trained = manager.checkpoint if trained is None else trained
         self._save_fn = save_fn
         self.events: EventLog | None = EventLog(Path(os.path.abspath(manager.directory)))
         self._is_ours = hasattr(manager, "ensure_usable")
@@ -111,10 +115,10 @@ class CheckpointState:
         add_seeds(checkpoint)
 
     def restore(self, cohort: Cohort, role: Role) -> int:
-        trained = _trained.pop(self._manager.checkpoint, None)
-        if trained is not None:
+        runs = _trained.pop(self._trained, None)
+        if runs is not None:
             # By a guard before this one: what is in memory is newer than any checkpoint of it.
-            return trained
+            return runs
         if not role.trains_together or not self._is_ours:
             self._manager.restore_or_initialize()
         elif role.chief:
@@ -187,7 +191,7 @@ class CheckpointState:
 
     def ended(self, runs: int | None) -> None:
         if runs is not None:
-            _trained[self._manager.checkpoint] = runs
+            _trained[self._trained] = runs
 
 
 def guarded_state(
@@ -216,8 +220,7 @@ def guarded_state(
                 f"checkpoint_dir={os.fspath(directory)!r}"
             )
         return CheckpointState(given, save_fn)
-    if not isinstance(given, tf.train.Checkpoint):
-        given = _checkpoint_of(given)
+    checkpoint = given if isinstance(given, tf.train.Checkpoint) else _checkpoint_of(given)
     if directory is None or not os.fspath(directory):
         raise ValueError(
             "When a checkpoint is passed, a checkpoint_dir must be passed as well. "
@@ -226,9 +229,9 @@ def guarded_state(
     from keras_safe_ckpt.loops.checkpoint_manager import SafeCheckpointManager
 
     manager = SafeCheckpointManager(
-        given, directory, _MAX_TO_KEEP, locks=locks, cluster_resolver=resolver
+        checkpoint, directory, _MAX_TO_KEEP, locks=locks, cluster_resolver=resolver
     )
-    return CheckpointState(manager, save_fn)
+    return CheckpointState(manager, save_fn, trained=given)
 
 
 def _checkpoint_of(model: Any) -> Any:
