@@ -61,9 +61,18 @@ def interrupted(example: str, step: int) -> None:
         if now and not os.path.exists(done):
             with open(done, "w"):
                 pass
-            while when.endswith("d") and is_running(1 - TASK):
-                time.sleep(0.01)
+            wait_for_other(when, name)
             os.kill(os.getpid(), signal.SIGKILL if when.endswith("k") else signal.SIGTERM)
+
+
+def wait_for_other(when: str, example: str) -> None:
+    """Until it is dead, or before it is: until it has finished the step, which takes both."""
+    there = f"{FOLDER}/done-{1 - TASK}-{example}-{when.replace('k', 'd')}"
+    meets = f"{1 - TASK}:{example}:{when.replace('k', 'd')}" in PLAN.split(",")
+    while (when.endswith("d") and is_running(1 - TASK)) or (
+        when.endswith("k") and meets and not os.path.exists(there)
+    ):
+        time.sleep(0.01)
 
 
 def is_running(task: int) -> bool:
