@@ -273,7 +273,7 @@ def test_a_failure_before_the_signal_is_not_taken_for_a_preemption(tmp_path):
     wait_until((tmp_path / "ready-1").exists, "ready")
     line = process.stderr.readline()
     assert (
-        "worker 0 ended with code 3; the others get SIGTERM if they have not ended in 10 s" in line
+        "worker 0 ended with code 3; the others get SIGTERM if they have not ended in 20 s" in line
     )
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)

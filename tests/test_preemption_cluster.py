@@ -111,11 +111,15 @@ def test_after_kill_9_the_workers_go_on_from_a_backup(tmp_path, undisturbed):
 def test_a_worker_that_dies_on_the_way_leaves_a_marked_checkpoint(tmp_path, worker):
     """It gets the notice, tells the others, and is gone before the step that all agreed on."""
     plan = f"{worker}:2,{worker}:3k"
-    done = launch(tmp_path, plan, save_freq=None, restarts=1, pause=0.3)
-    assert done.returncode == 0, done.stdout
-    (first_life,) = [
-        line for line in done.stdout.splitlines() if line.startswith("[launch] start ")
-    ]
+    for attempt in range(5):
+        tmp_path = tmp_path / str(attempt)
+        done = launch(tmp_path, plan, save_freq=None, restarts=2, pause=0.3)
+        assert done.returncode == 0, done.stdout
+        (first_life,) = [
+            line for line in done.stdout.splitlines() if line.startswith("[launch] start ")
+        ]
+        if f"worker {worker}: code 137" in first_life:
+            break  # Else all had agreed on the very step in which the notice came.
     assert f"worker {1 - worker}: code 42" in first_life, "it asks to be started again"
     (preempted,) = events(tmp_path, "preempted")
     assert preempted["outcome"].startswith("saved, ")

@@ -23,8 +23,9 @@ RESTART_CODES = (42, 143)
 #: A group that lived so long was not in a crash loop: the pause begins small again.
 _LIVED_LONG_SECONDS = 60.0
 _LONGEST_PAUSE_SECONDS = 60.0
-#: After one has failed the others are told by the cluster; they are given time to say why they end.
-_SETTLE_SECONDS = 10.0
+#: After one has failed the others are told by the cluster; they are given time to say why they end,
+#: and to save. One that was killed may be missed only after ten seconds, by its heartbeat.
+_SETTLE_SECONDS = 20.0
 _PR_SET_PDEATHSIG = 1
 
 
