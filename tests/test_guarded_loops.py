@@ -107,16 +107,19 @@ def two_undisturbed(tmp_path_factory: Any) -> list[dict[str, Any]]:
 
 
 def test_two_workers_interrupted_in_each_example(tmp_path, two_undisturbed):
-    """In the second one after its last step, on one of them: both save, and both exit."""
+    """In the second one after its last step, on one of them: both save, or the one alone if the
+    other had ended its loop before it heard of it."""
     done = launch(tmp_path, "1:handler:4,0:run:6,1:scope:3")
     assert done.returncode == 0, done.stdout
     assert facts(tmp_path) == two_undisturbed
     for example in EXAMPLES:
         assert leftovers(tmp_path / example) == []
         assert len(events(tmp_path, example, "save")) == 1  # The chief's.
-        both = events(tmp_path, example, "backup" if example == "run" else "preempted")
-        assert [event["outcome"] for event in both] == ["saved", "saved"]
-        assert len({event["runs"] for event in both}) == 1
+        ends = events(tmp_path, example, "backup" if example == "run" else "preempted")
+        assert ends
+        assert all(event["outcome"].startswith("saved") for event in ends)
+        assert len(ends) == 2 or example == "run"
+        assert len({event["runs"] for event in ends}) == 1
 
 
 def test_workers_that_die(tmp_path, two_undisturbed):

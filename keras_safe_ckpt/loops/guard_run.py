@@ -255,6 +255,7 @@ class GuardRun:
                 _log.debug("The others have ended before: %s", gone)
                 return False
             outcome = self._last_save.alone(self.runs, gone, self._lookout.desk.seconds_left())
+            self._report.note("backup", runs=self.runs, reason=gone.reason, outcome=outcome)
             self._report.say(f"After {self.runs} runs: {outcome}")
             return True
 
