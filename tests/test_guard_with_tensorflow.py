@@ -511,6 +511,7 @@ def test_a_step_that_fails_on_the_way_to_the_last_save_is_undone(two, tmp_path):
     run.step(variable.assign_add, ([1.0, 1.0],), {})
     told()
     answer(other, 2)  # All are to stop after the third boundary.
+    wait_until(lambda: run._lookout.expects, "worker 0 has heard of it, too")
 
     def dies() -> None:
         variable.assign([7.0, 2.0])  # Half an update.
