@@ -163,13 +163,13 @@ for end in (data_ends, lambda: next(iter(()))):
         guard.run(end)
     except (StopIteration, tf.errors.OutOfRangeError):
         pass  # On all of them: not an error of anybody.
-guard.run(step)
 def broken():
     if TASK == 1:
         raise KeyError("no such column")
     return step()
 heard = None
 try:
+    guard.run(step)
     guard.run(broken)
 except (KeyError, AgreementError) as error:
     heard = f"{type(error).__name__}: {error}"
@@ -181,8 +181,11 @@ with open(f"{FOLDER}/facts-{TASK}.json", "w") as file:
 def test_an_error_in_one_worker_reaches_all(tmp_path):
     done = clusters.launch(tmp_path, ERRORS)
     first, second = facts(tmp_path)
+    assert "heard" in first, done.stdout + done.stderr
     assert "no such column" in first["heard"], done.stdout
     assert "AgreementError" in first["heard"]
     assert "worker 1 failed with KeyError" in first["heard"]
     assert second["heard"].startswith("KeyError")
-    assert first["runs"] == second["runs"] == 2
+    assert second["runs"] == 2
+    # The news may come before it has left the step that both have made.
+    assert first["runs"] in (1, 2)
