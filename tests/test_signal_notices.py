@@ -47,8 +47,8 @@ def train(wait, epochs=50, **options):
 """
 
 
-def training(folder: Path, process: Any) -> Any:
-    wait_until(lambda: "batch 1" in notes(folder) or process.poll() is not None, "it trains")
+def training(folder: Path, process: Any, until: str = "batch 1") -> Any:
+    wait_until(lambda: until in notes(folder) or process.poll() is not None, "it trains")
     return process
 
 
@@ -60,13 +60,13 @@ def forking() -> Iterator[Forking]:
 
 
 @pytest.fixture
-def start(forking: Forking) -> Callable[[Path, str], Forked]:
+def start(forking: Forking) -> Callable[..., Forked]:
     """Starts a process that has TensorFlow already."""
 
-    def begin(folder: Path, code: str) -> Forked:
+    def begin(folder: Path, code: str, **options: str) -> Forked:
         script = folder / "program.py"
         script.write_text(PRELUDE + code)
-        return training(folder, forking.start(environment(), script, folder))
+        return training(folder, forking.start(environment(), script, folder), **options)
 
     return begin
 
@@ -186,18 +186,47 @@ time.sleep(600)
 
 
 def test_a_second_signal_does_not_wait_for_the_batch(tmp_path, start):
-    process = start(
-        tmp_path, "train(lambda: time.sleep(20 if os.path.exists(FOLDER + '/slow') else 0.05))"
-    )
+    # In short naps: a signal that comes just before a sleep is handled by Python after it.
+    code = """
+def slow():
+    while os.path.exists(FOLDER + "/slow"):
+        time.sleep(0.01)
+train(slow)
+"""
     (tmp_path / "slow").touch()
-    before = notes(tmp_path).count("batch")
-    wait_until(lambda: notes(tmp_path).count("batch") > before, "a slow batch has begun")
+    process = start(tmp_path, code, until="batch 0")
     process.send_signal(signal.SIGTERM)
-    wait_until(lambda: "notice" in events(tmp_path), "the first one was noticed")
+    wait_until(lambda: '"event": "notice"' in events(tmp_path), "the first one was noticed")
     time.sleep(0.7)  # What comes earlier is taken for an echo of it.
+    assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=15)
+    process.communicate(timeout=60)
     assert process.returncode == -signal.SIGTERM
+    assert notes(tmp_path).count("batch") == 1
+
+
+def test_a_signal_in_the_middle_of_a_print_ends_the_process(tmp_path, start):
+    """The stream cannot be flushed there: Python refuses to enter it a second time."""
+    code = """
+import io
+from keras_safe_ckpt.preemption.signals import end_by_signal
+signal.signal(signal.SIGTERM, lambda number, frame: end_by_signal(number))
+class Screen(io.RawIOBase):
+    def writable(self):
+        return True
+    written = 0
+    def write(self, data):
+        Screen.written += 1
+        if Screen.written == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return len(data)
+sys.stdout = io.TextIOWrapper(io.BufferedWriter(Screen()))
+note("batch 1")
+print("Epoch 1", flush=True)
+"""
+    process = start(tmp_path, code)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGTERM, err
 
 
 def events(folder: Path) -> str:

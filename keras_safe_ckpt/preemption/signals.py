@@ -279,8 +279,10 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError, AttributeError):
-            continue  # Closed, or not a stream any more: there is nothing to flush.
+        except (OSError, ValueError, AttributeError, RuntimeError):
+            # Closed, not a stream any more, or in the middle of a print that this handler has
+            # interrupted: there is nothing to flush, and that must not keep anything from its end.
+            continue
 
 
 def _say_off_main_thread(signals: Sequence[signal.Signals]) -> None:
