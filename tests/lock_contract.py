@@ -461,6 +461,17 @@ class LockContract:
             held.ensure_held()
             self.assert_locked(locks, path)
 
+    def test_a_failed_attempt_can_be_made_again(self, locks, path, hold):
+        holder = hold("exclusive")
+        lock = locks.exclusive(path, timeout=0)
+        with pytest.raises(LockTimeoutError), lock:
+            pass
+        holder.tell()
+        holder.expect("leaving")
+        holder.expect("left")
+        with lock as held:
+            held.ensure_held()
+
     def test_killed_holder_frees_the_lock(self, locks, path, hold):
         holder = hold("exclusive")
         self.assert_locked(locks, path)

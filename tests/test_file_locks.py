@@ -18,7 +18,18 @@ import time
 import portalocker
 import pytest
 from lock_contract import PATIENCE, ROOT, LockContract, wait_until
+from processes import run_ok
 
+from keras_safe_ckpt import (
+    CheckpointStore,
+    LockedTFRecordWriter,
+    SafeModelCheckpoint,
+    SafeSaver,
+    TFRecordShardWriter,
+    WorkerH5Writer,
+    locked_tfrecord_dataset,
+    verify_tfrecord,
+)
 from keras_safe_ckpt.errors import (
     LockLostError,
     LocksUnsupportedError,
@@ -26,6 +37,7 @@ from keras_safe_ckpt.errors import (
     UnsafePathError,
 )
 from keras_safe_ckpt.storage import lock_descriptors
+from keras_safe_ckpt.storage import locks as locks_module
 from keras_safe_ckpt.storage.lock_owner import parse_owner
 from keras_safe_ckpt.storage.locks import LockManager, claim
 
@@ -66,6 +78,39 @@ class TestFileLocks(LockContract):
         }
         assert lock_file.stat().st_ino == first
         assert path.read_bytes() == b"a model"
+
+    @pytest.mark.parametrize("when", [1, 2])
+    def test_ctrl_c_at_the_gate_or_at_the_end_keeps_nothing_locked(
+        self, locks, path, monkeypatch, when
+    ):
+        """Even while the traceback is still there, which keeps every object of it alive."""
+        release, calls = locks_module._unlock_and_close, 0
+
+        def interrupted(file):
+            nonlocal calls
+            calls += 1
+            if calls == when:
+                raise KeyboardInterrupt
+            release(file)
+
+        monkeypatch.setattr(locks_module, "_unlock_and_close", interrupted)
+        with pytest.raises(KeyboardInterrupt) as caught, locks.exclusive(path):
+            pass
+        monkeypatch.undo()
+        with LockManager(timeout=0).exclusive(path):
+            pass
+        assert caught.tb is not None
+
+    def test_dropping_a_lock_that_was_given_back_runs_no_code(self, locks, path):
+        """Python ignores what is raised in a `__del__`: a Ctrl-C at that moment would be lost."""
+        lock = locks.exclusive(path)
+        with lock as held:
+            pass
+        ran = []
+        sys.setprofile(lambda frame, event, _: ran.append((event, frame.f_code.co_name)))
+        del lock, held
+        sys.setprofile(None)
+        assert [what for what in ran if what[0] == "call"] == []
 
     @pytest.mark.parametrize("which", [".model.keras.lock", ".model.keras.gate"])
     def test_a_symbolic_link_is_refused_and_its_target_untouched(self, locks, path, which):
@@ -173,7 +218,7 @@ class TestFileLocks(LockContract):
                 with locks.exclusive(path) as held:
                     held.ensure_held()
                     from keras_safe_ckpt.storage import lock_descriptors
-                    say("held", len(lock_descriptors._descriptors))
+                    say("held", len(lock_descriptors._files))
                     hear()
                 """
             )
@@ -188,7 +233,7 @@ class TestFileLocks(LockContract):
     def test_a_lock_taken_by_somebody_else_is_a_lost_lock(self, locks, path, hold):
         """As on a network file system that dropped the lock."""
         with locks.exclusive(path) as held:
-            fcntl.flock(held._fd, fcntl.LOCK_UN)
+            fcntl.flock(held._file.fileno(), fcntl.LOCK_UN)
             other = hold("exclusive")
             with pytest.raises(LockLostError, match=f"taken by pid {other.pid}"):
                 held.ensure_held()
@@ -298,7 +343,7 @@ class TestFileLocks(LockContract):
             locks.exclusive(path.parent / "link").__enter__()
         locks.check(path.parent)
         assert open_files() == before
-        assert lock_descriptors._descriptors == set()
+        assert len(lock_descriptors._files) == 0
 
     def test_threads_do_not_hold_together_even_if_portalocker_is_told_to_use_lockf(
         self, locks, path, monkeypatch
@@ -330,7 +375,7 @@ class TestFileLocks(LockContract):
     def test_a_process_forked_by_c_code_does_not_keep_the_lock(self, locks, path):
         """No hook runs in it, so its copy of the descriptor stays open."""
         with locks.exclusive(path) as held:
-            copy = os.dup(held._fd)  # what such a child has: the same open file
+            copy = os.dup(held._file.fileno())  # what such a child has: the same open file
         try:
             with locks.exclusive(path, timeout=0) as again:
                 again.ensure_held()
@@ -348,7 +393,7 @@ class TestFileLocks(LockContract):
                         time.sleep(60)
                 threading.Thread(target=wait_for_it, daemon=True).start()
                 from keras_safe_ckpt.storage import lock_descriptors
-                while len(lock_descriptors._descriptors) < 2:
+                while len(lock_descriptors._files) < 2:
                     time.sleep(0.001)
                 if not os.fork():
                     files = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
@@ -514,3 +559,67 @@ def test_locks_come_without_tensorflow():
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("locks", ["x", 0, LockManager])
+def test_what_cannot_lock_is_refused_at_once(tmp_path, locks):
+    import tensorflow as tf
+
+    (tmp_path / "a.tfrecord").touch()
+    for make in (
+        lambda: LockedTFRecordWriter(tmp_path / "a.tfrecord", locks=locks),
+        lambda: TFRecordShardWriter(tmp_path / "a", 0, 1, locks=locks),
+        lambda: verify_tfrecord(tmp_path / "a.tfrecord", locks=locks),
+        lambda: locked_tfrecord_dataset(tmp_path / "a.tfrecord", locks=locks),
+        lambda: WorkerH5Writer(tmp_path, locks=locks),
+        lambda: CheckpointStore(tmp_path, locks=locks),
+        lambda: SafeSaver({"v": tf.Variable(1.0)}, locks=locks),
+        lambda: SafeModelCheckpoint(tmp_path / "m.keras", locks=locks),
+    ):
+        with pytest.raises(ValueError, match="Expected locks to be a LockManager") as caught:
+            make()
+        assert f"Received: locks={locks!r}" in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.tfrecord"]
+
+
+INTERRUPTED = """
+import json, os, random, signal, sys, threading
+from keras_safe_ckpt import LockManager
+from keras_safe_ckpt.errors import SafeCheckpointError
+path, turns, lost, held = sys.argv[1], int(sys.argv[2]), [], []
+sys.unraisablehook = lambda unraisable: lost.append(repr(unraisable.exc_value))
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+locks = LockManager(timeout=0)
+def lock():
+    with locks.exclusive(path):
+        pass
+before = len(os.listdir("/proc/self/fd"))
+random.seed(1)
+for _ in range(turns):
+    try:
+        # The second one is for one that got lost, which is counted.
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(2e-5, 3e-4), 10)
+        while True:
+            with locks.exclusive(path) as mine:
+                mine.ensure_held()
+    except KeyboardInterrupt:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    try:
+        lock()
+    except SafeCheckpointError as error:
+        held.append(str(error))
+thread = threading.Thread(target=lock, daemon=True)  # Meets every mutex.
+thread.start()
+thread.join(30)
+open_files = len(os.listdir("/proc/self/fd")) - before
+print(json.dumps([len(lost), len(held), open_files, thread.is_alive()]))
+"""
+
+
+@pytest.mark.parametrize("turns", [3000, pytest.param(300_000, marks=pytest.mark.campaign)])
+def test_ctrl_c_at_any_moment_is_not_lost_and_leaves_nothing(tmp_path, turns, record_property):
+    """No lock, no open file, no mutex: in a loop that does nothing but take and give back."""
+    out = run_ok(INTERRUPTED, tmp_path / "x", turns, timeout=280)
+    assert json.loads(out) == [0, 0, 0, False], "lost, still held, open files, a thread hangs"
+    if turns > 3000:
+        record_property("campaign", f"{turns:,} Ctrl-C at a lock: none lost, nothing left behind")

@@ -489,3 +489,33 @@ def test_a_missing_redis_package_is_explained():
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert 'pip install "keras_safe_ckpt[redis]"' in result.stdout
+
+
+def test_ctrl_c_in_the_release_does_not_keep_the_lock(own_redis, tmp_path, monkeypatch):
+    """At each step of it, and while the traceback keeps every object alive."""
+    locks = RedisLocks(own_redis().url, timeout=2)
+    path = tmp_path / "model.keras"
+    for step in (
+        "_owners.remove",
+        "_lock.release",
+        "_client.close",
+        "_fence.newest_and_subscribers",
+    ):
+        hold = locks.exclusive(path)
+        held = hold.__enter__()
+        name, method = step.split(".")
+        target, interrupted = getattr(held, name), []
+
+        def once(*arguments, target=target, method=method, interrupted=interrupted):
+            if not interrupted:
+                interrupted.append(True)
+                raise KeyboardInterrupt
+            return getattr(type(target), method)(target, *arguments)
+
+        monkeypatch.setattr(target, method, once)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            hold.__exit__(None, None, None)
+        assert interrupted
+        with locks.exclusive(path):
+            pass
+        assert caught.tb is not None

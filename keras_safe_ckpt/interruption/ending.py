@@ -9,7 +9,7 @@ from typing import Any
 
 from keras_safe_ckpt.preemption.choosing import Choice
 from keras_safe_ckpt.preemption.leaving import Departure
-from keras_safe_ckpt.storage.lock_backend import Locks
+from keras_safe_ckpt.storage.lock_backend import Locks, is_locks
 from keras_safe_ckpt.storage.writer import wait_for_all_writers
 
 
@@ -46,7 +46,7 @@ class Ending:
         for name, function in (("exit_fn", self.exit_fn), ("save_fn", self.save_fn)):
             require(function is None or callable(function), name, "a function", function)
         require(
-            self.locks is None or callable(getattr(self.locks, "exclusive", None)),
+            self.locks is None or is_locks(self.locks),
             "locks", "a LockManager or RedisLocks", self.locks,
         )  # fmt: skip
 

@@ -17,6 +17,7 @@ from keras_safe_ckpt.storage.bundles.recovery import reading
 from keras_safe_ckpt.storage.bundles.staging import StagedBundle, stage
 from keras_safe_ckpt.storage.bundles.state_file import DEFAULT_NAME
 from keras_safe_ckpt.storage.lock_backend import Locks
+from keras_safe_ckpt.storage.locks import chosen_locks
 
 _Saver: Any = tf.compat.v1.train.Saver
 _V1, _V2 = tf.compat.v1.train.SaverDef.V1, tf.compat.v1.train.SaverDef.V2
@@ -93,7 +94,7 @@ class SafeSaver(_Saver):  # type: ignore[misc]
         #: As the user calls them.
         self._folders: dict[str, str] = {}
         self._pads = pad_step_number
-        self._locks = locks
+        self._locks = chosen_locks(locks)
         self._turn = threading.RLock()
         self._last: tuple[BundleDirectory, Family] | None = None
 

@@ -1,4 +1,4 @@
-"""What every lock backend offers, and the checks that all of them share.
+"""What every lock backend offers, and what all of them share.
 
 A backend is any object with the three methods of :class:`Locks`; pass it as
 ``locks=`` wherever the library shares a file. Two come with it: ``LockManager``
@@ -8,13 +8,16 @@ that do not lock).
 
 from __future__ import annotations
 
+import contextlib
 import math
 import numbers
 import os
+from collections.abc import Generator
 from contextlib import AbstractContextManager
-from typing import Protocol
+from types import TracebackType
+from typing import Any, Protocol
 
-from keras_safe_ckpt.errors import UnsafePathError
+from keras_safe_ckpt.errors import LockLostError, UnsafePathError
 
 
 class HeldLock(Protocol):
@@ -52,6 +55,86 @@ class Locks(Protocol):
     ) -> AbstractContextManager[HeldLock]: ...
 
     def check(self, directory: str | os.PathLike[str]) -> None: ...
+
+
+def is_locks(value: Any) -> bool:
+    """Whether it has the methods of a lock backend; the class of one cannot lock."""
+    return not isinstance(value, type) and all(
+        callable(getattr(value, name, None)) for name in ("exclusive", "shared", "check")
+    )
+
+
+class Acquisition(HeldLock, Protocol):
+    """One lock as a backend takes it and gives it back; any number of times, one at a time."""
+
+    def acquire(self) -> None:
+        """Take it. After an error `release` gives back what was taken until then."""
+
+    def release(self) -> None:
+        """Give everything back that is held, however little; `LockLostError` if it was lost.
+
+        Interrupted at any point, it can be called again and does the rest.
+        """
+
+
+class Hold:
+    """The context manager that backends hand out for an `Acquisition`.
+
+    Ctrl-C can strike between ``__enter__`` and the body, where no ``__exit__`` follows. Then the
+    lock is given back when this object is dropped. A generator does that, rather than a
+    ``__del__``: Python ignores what is raised in one, and a Ctrl-C at that moment would be lost,
+    at every lock that is taken. Dropping a generator that has come to its end runs no code.
+    """
+
+    __slots__ = ("_acquisition", "_keeper")
+
+    def __init__(self, acquisition: Acquisition) -> None:
+        self._acquisition = acquisition
+        self._keeper: Generator[None, None, None] | None = None
+
+    def __enter__(self) -> HeldLock:
+        if self._keeper is not None:
+            path = self._acquisition.path
+            raise RuntimeError(f"This object holds the lock on {path!r} already.")
+        keeper = _released_when_dropped(self._acquisition)
+        next(keeper)
+        self._keeper = keeper
+        try:
+            self._acquisition.acquire()
+        except BaseException:
+            self._end(keeper)
+            raise
+        return self._acquisition
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        keeper = self._keeper
+        try:
+            self._acquisition.release()
+        except LockLostError:
+            # An error of the body says more than the loss that may have caused it.
+            if kind is None:
+                raise
+        finally:
+            if keeper is not None:
+                self._end(keeper)
+
+    def _end(self, keeper: Generator[None, None, None]) -> None:
+        # It releases once more: a Ctrl-C in the first release must not keep the lock.
+        keeper.close()
+        self._keeper = None
+
+
+def _released_when_dropped(acquisition: Acquisition) -> Generator[None, None, None]:
+    try:
+        yield
+    finally:
+        with contextlib.suppress(LockLostError):
+            acquisition.release()
 
 
 def checked_timeout(timeout: object) -> float:

@@ -2,22 +2,27 @@
 
 A forked child shares the open files of its parent, and with them the locks: a
 lock would outlive the parent that took it, and the child could release it. So
-the child closes (never unlocks) every descriptor that was open at the fork.
+the child closes (never unlocks) every one that was open at the fork.
+
+They are objects of Python rather than numbers: to close one twice does no harm,
+and one that a Ctrl-C has kept from its owner closes itself.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import threading
+import weakref
 
 from keras_safe_ckpt.errors import LocksUnsupportedError, SafeCheckpointError, UnsafePathError
 from keras_safe_ckpt.storage.temp_names import new_temp_name
 
 _OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
-_descriptors: set[int] = set()
+_files: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
 # Makes "open and remember" one step: os.open lets other threads run, and one
 # that forked at that moment would give its child a descriptor nobody knows of.
 # Re-entrant, because a signal handler may fork in the middle of that step.
@@ -35,10 +40,10 @@ def _after_fork_in_parent() -> None:
 def _after_fork_in_child() -> None:
     global _mutex
     _mutex = threading.RLock()  # the old one belongs to a thread of the parent
-    for fd in _descriptors:
+    for file in list(_files):
         with contextlib.suppress(OSError):
-            os.close(fd)
-    _descriptors.clear()
+            file.close()
+    _files.clear()
 
 
 os.register_at_fork(
@@ -48,42 +53,48 @@ os.register_at_fork(
 )
 
 
-def open_lock_file(path: str) -> int:
+def open_lock_file(path: str) -> io.FileIO:
     """Open for locking, created if need be, never truncated, never through a symbolic link.
 
     Example::
 
-        fd = open_lock_file("/data/.model.keras.lock")
+        file = open_lock_file("/data/.model.keras.lock")
     """
     with _mutex:
         try:
-            fd = os.open(path, _OPEN_FLAGS)
+            file = _opened(path, 0)
         except FileNotFoundError:
             # O_CREAT only now: in a sticky directory such as /tmp the kernel refuses
             # it (fs.protected_regular) for an existing file of another user.
-            fd = os.open(path, _OPEN_FLAGS | os.O_CREAT, 0o666)
-        _descriptors.add(fd)
-        return fd
+            file = _opened(path, os.O_CREAT, 0o666)
+        _files.add(file)
+        return file
 
 
-def open_probe_file(directory: str) -> tuple[int, str]:
+def open_probe_file(directory: str) -> tuple[io.FileIO, str]:
     """Create and open a file with a name of its own; the caller removes it.
 
     It is named as temporary files are, so that it is swept if the process dies meanwhile.
     """
     path = os.path.join(directory, new_temp_name("probe"))
     with _mutex:
-        fd = os.open(path, _OPEN_FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
-        _descriptors.add(fd)
-        return fd, path
+        file = _opened(path, os.O_CREAT | os.O_EXCL, 0o600)
+        _files.add(file)
+        return file, path
 
 
-def close_lock_file(fd: int) -> None:
-    """Close a descriptor that one of the functions above opened."""
+def close_lock_file(file: io.FileIO) -> None:
+    """Close what one of the functions above opened; nothing happens the second time."""
     with _mutex:
-        # Forgotten before its number can be given to another file.
-        _descriptors.discard(fd)
-        os.close(fd)
+        file.close()
+        _files.discard(file)
+
+
+def _opened(path: str, flags: int, mode: int = 0) -> io.FileIO:
+    # One step for the interpreter: a Ctrl-C during os.open is raised right after it, and in
+    # FileIO(os.open(...)) that is before anybody owns the descriptor.
+    descriptors = map(os.open, (path,), (_OPEN_FLAGS | flags,), (mode,))
+    return next(map(io.FileIO, descriptors, ("r+",)))
 
 
 def is_at(path: str, opened: os.stat_result) -> bool:

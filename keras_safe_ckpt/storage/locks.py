@@ -9,12 +9,12 @@ the gate is therefore next, and a stream of readers cannot starve a writer.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import random
 import stat
 import time
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any
 
 from portalocker import LockFlags
@@ -27,7 +27,14 @@ from keras_safe_ckpt.errors import (
     LockTimeoutError,
     UnsafePathError,
 )
-from keras_safe_ckpt.storage.lock_backend import HeldLock, checked_path, checked_timeout
+from keras_safe_ckpt.storage.lock_backend import (
+    HeldLock,
+    Hold,
+    Locks,
+    checked_path,
+    checked_timeout,
+    is_locks,
+)
 from keras_safe_ckpt.storage.lock_descriptors import (
     close_lock_file,
     explained,
@@ -72,12 +79,13 @@ def _lock_by(deadline: float, fd: int, flags: LockFlags) -> bool:
     return True
 
 
-def _unlock_and_close(fd: int) -> None:
-    # Unlocked first: a process between fork and exec, or forked by C code, still
-    # has the descriptor, and closing ours alone would leave the lock to it.
-    with contextlib.suppress(LockException):
-        _FLOCK.unlock(fd)
-    close_lock_file(fd)
+def _unlock_and_close(file: io.FileIO) -> None:
+    if not file.closed:
+        # Unlocked first: a process between fork and exec, or forked by C code, still
+        # has the descriptor, and closing ours alone would leave the lock to it.
+        with contextlib.suppress(LockException):
+            _FLOCK.unlock(file.fileno())
+    close_lock_file(file)
 
 
 def claim(fd: int) -> bool:
@@ -110,13 +118,13 @@ def relax(fd: int) -> None:
 
 
 class FileLock:
-    """One acquisition of one lock: the context manager that ``LockManager`` hands out.
+    """One acquisition of one lock.
 
     Its stages, under one deadline: open, gate, lock, verify (is the locked file
     still the one at that path?), sign (the owner record), leave the gate.
     """
 
-    __slots__ = ("_fd", "_flags", "_pid", "_side", "_stamp", "_timeout", "path")
+    __slots__ = ("_file", "_flags", "_gate", "_pid", "_side", "_stamp", "_timeout", "path")
 
     def __init__(self, path: str, flags: LockFlags, timeout: float, stamp: OwnerStamp) -> None:
         directory, name = os.path.split(path)
@@ -125,103 +133,98 @@ class FileLock:
         self._flags = flags
         self._timeout = timeout
         self._stamp = stamp
-        self._fd = -1
+        self._file: io.FileIO | None = None
+        self._gate: io.FileIO | None = None
         self._pid = -1
 
-    def __enter__(self) -> FileLock:
-        if self._fd >= 0:
-            raise RuntimeError(f"This object holds the lock on {self.path!r} already.")
+    def acquire(self) -> None:
+        """Take the lock; what is left of it after an error, `release` gives back."""
         start = time.monotonic()
         self._pid = os.getpid()
         opening = f"{self._side}.gate"
         try:
-            gate = open_lock_file(opening)
-            try:
-                opening = f"{self._side}.lock"
-                self._fd = open_lock_file(opening)
-                self._pass_gate(gate, start)
-                size = self._lock_and_verify(start)
-                self._sign(size)
-            finally:
-                _unlock_and_close(gate)
-            return self
+            self._gate = open_lock_file(opening)
+            opening = f"{self._side}.lock"
+            self._file = open_lock_file(opening)
+            self._pass_gate(start, self._gate.fileno(), self._file.fileno())
+            descriptor, size = self._lock_and_verify(start, self._file.fileno())
+            self._sign(descriptor, size)
+            self._leave_gate()
         except (OSError, LockException) as error:
-            self._release()
             raise explained(opening, error) from None
-        except BaseException:
-            self._release()  # Ctrl-C while waiting leaves nothing locked or open
-            raise
 
-    def _pass_gate(self, gate: int, start: float) -> None:
+    def _pass_gate(self, start: float, gate: int, fd: int) -> None:
         deadline = start + max(self._timeout, _GATE_GRACE_SECONDS)
         if not _lock_by(deadline, gate, _EXCLUSIVE):
-            holder = describe_owner_of(self._fd)
-            if not flock_holders(self._fd):
+            holder = describe_owner_of(fd)
+            if not flock_holders(fd):
                 holder = f"another process in the queue (last held by {holder})"
             raise LockTimeoutError(self.path, holder, time.monotonic() - start)
 
-    def _lock_and_verify(self, start: float) -> int:
-        """Lock the file that is at the path; its size is returned."""
+    def _lock_and_verify(self, start: float, fd: int) -> tuple[int, int]:
+        """Lock the file that is at the path; its descriptor and its size are returned."""
         path = f"{self._side}.lock"
         while True:
-            if not _lock_by(start + self._timeout, self._fd, self._flags):
-                holder = describe_owner_of(self._fd)
+            if not _lock_by(start + self._timeout, fd, self._flags):
+                holder = describe_owner_of(fd)
                 raise LockTimeoutError(self.path, holder, time.monotonic() - start)
-            status = os.fstat(self._fd)
+            status = os.fstat(fd)
             if is_at(path, status):
                 break
             # Deleted or replaced since we opened it: everybody else locks the new file.
-            self._release()
-            self._fd = open_lock_file(path)
+            self._unlock()
+            self._file = open_lock_file(path)
+            fd = self._file.fileno()
         if not stat.S_ISREG(status.st_mode):
             raise UnsafePathError(path, "it is not a regular file")
-        return status.st_size
+        return fd, status.st_size
 
-    def _sign(self, size: int) -> None:
+    def _sign(self, fd: int, size: int) -> None:
         # Still at the gate, so that two readers do not write at once. A full disk
         # costs the message of a waiter its name, and must not cost us the lock.
         record = self._stamp.record("exclusive" if self._flags is _EXCLUSIVE else "shared")
         with contextlib.suppress(OSError):
-            os.pwrite(self._fd, record, 0)
+            os.pwrite(fd, record, 0)
             if size > len(record):
-                os.ftruncate(self._fd, len(record))
+                os.ftruncate(fd, len(record))
 
     def ensure_held(self) -> None:
         """Raise ``LockLostError`` if the lock is not ours any more."""
-        if self._fd < 0:
+        if self._file is None:
             raise LockLostError(self.path, "it was released")
         if self._pid != os.getpid():
             raise LockLostError(self.path, "it is held by the parent process, not by its fork")
+        fd = self._file.fileno()
         lock_file = f"{self._side}.lock"
         try:
-            if not is_at(lock_file, os.fstat(self._fd)):
+            if not is_at(lock_file, os.fstat(fd)):
                 what = "replaced" if os.path.lexists(lock_file) else "deleted"
                 raise LockLostError(self.path, f"its lock file {lock_file!r} was {what}")
             # Locking again what we hold changes nothing. It fails if a network
             # file system dropped the lock and somebody else has it by now.
-            if not _try_lock(self._fd, self._flags):
-                raise LockLostError(self.path, f"taken by {describe_owner_of(self._fd)}")
+            if not _try_lock(fd, self._flags):
+                raise LockLostError(self.path, f"taken by {describe_owner_of(fd)}")
         except (OSError, LockException) as error:
             reason = f"its lock file cannot be checked: {system_error(error)}"
             raise LockLostError(self.path, reason) from None
 
-    def _release(self) -> None:
-        fd, self._fd = self._fd, -1
-        # In a forked child the descriptor is closed, and its number may be in use again.
-        if fd >= 0 and self._pid == os.getpid():
-            _unlock_and_close(fd)
+    def release(self) -> None:
+        """Give back what is held; interrupted anywhere, it can be called once more."""
+        if self._pid == os.getpid():
+            self._leave_gate()
+            self._unlock()
+        else:
+            self._gate = self._file = None  # Closed in a forked child.
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._release()
+    def _leave_gate(self) -> None:
+        if self._gate is not None:
+            _unlock_and_close(self._gate)
+            self._gate = None
 
-    def __del__(self) -> None:
-        # Ctrl-C can strike between __enter__ and the body, where no __exit__ follows.
-        self._release()
+    def _unlock(self) -> None:
+        if self._file is not None:
+            _unlock_and_close(self._file)
+            self._file = None
 
 
 class LockManager:
@@ -271,11 +274,9 @@ class LockManager:
         """Hold the lock on ``path`` together with other readers, and without any writer."""
         return self._lock(path, _SHARED, timeout)
 
-    def _lock(
-        self, path: str | os.PathLike[str], flags: LockFlags, timeout: float | None
-    ) -> FileLock:
+    def _lock(self, path: str | os.PathLike[str], flags: LockFlags, timeout: float | None) -> Hold:
         seconds = self.timeout if timeout is None else checked_timeout(timeout)
-        return FileLock(checked_path(path), flags, seconds, self._stamp)
+        return Hold(FileLock(checked_path(path), flags, seconds, self._stamp))
 
     def check(self, directory: str | os.PathLike[str]) -> None:
         """Raise ``LocksUnsupportedError`` now if files in ``directory`` cannot be locked.
@@ -285,18 +286,18 @@ class LockManager:
         """
         directory = os.path.abspath(os.fsdecode(directory))
         path = os.path.join(directory, "probe")
-        descriptors = []
+        files = []
         try:
-            fd, path = open_probe_file(directory)
-            descriptors.append(fd)
-            descriptors.append(open_lock_file(path))
-            granted = [_try_lock(fd, _EXCLUSIVE) for fd in descriptors]
+            file, path = open_probe_file(directory)
+            files.append(file)
+            files.append(open_lock_file(path))
+            granted = [_try_lock(file.fileno(), _EXCLUSIVE) for file in files]
         except (OSError, LockException) as error:
             raise LocksUnsupportedError(directory, explained(path, error).facts["reason"]) from None
         finally:
-            for fd in descriptors:
-                close_lock_file(fd)
-            if descriptors:
+            for file in files:
+                close_lock_file(file)
+            if files:
                 with contextlib.suppress(OSError):
                     os.unlink(path)
         if not granted[0]:
@@ -304,3 +305,14 @@ class LockManager:
         if granted[1]:
             reason = "two descriptors could lock the same file at once"
             raise LocksUnsupportedError(directory, reason)
+
+
+def chosen_locks(locks: Locks | None, *, timeout: float = 60.0, worker: str | None = None) -> Locks:
+    """What the argument ``locks`` means: itself, or for None a `LockManager`."""
+    if locks is None:
+        return LockManager(timeout=timeout, worker=worker)
+    if not is_locks(locks):
+        raise ValueError(
+            f"Expected locks to be a LockManager or RedisLocks. Received: locks={locks!r}"
+        )
+    return locks

@@ -17,7 +17,6 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any
 from urllib.parse import quote
 
@@ -30,7 +29,7 @@ from keras_safe_ckpt.errors import (
     LockTimeoutError,
     StaleHolderError,
 )
-from keras_safe_ckpt.storage.lock_backend import HeldLock, checked_path, checked_timeout
+from keras_safe_ckpt.storage.lock_backend import HeldLock, Hold, checked_path, checked_timeout
 from keras_safe_ckpt.storage.lock_owner import OwnerStamp
 from keras_safe_ckpt.storage.lock_server import Fence, LockServer, OwnerTable
 
@@ -46,7 +45,7 @@ _JITTER = random.Random()
 # A forked child shares the sockets of its parent: as long as the child lives the
 # server would not see the parent die. So the child closes its copies. Adding to
 # the set and forking need no mutex: the set is only read in the child, alone.
-_held: weakref.WeakSet[RedisHold] = weakref.WeakSet()
+_held: weakref.WeakSet[RedisLock] = weakref.WeakSet()
 
 
 def _after_fork_in_child() -> None:
@@ -59,9 +58,9 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 @functools.cache
 def _lock_class() -> Any:
-    from portalocker.redis import RedisLock
+    import portalocker.redis
 
-    class QuietRedisLock(RedisLock):
+    class QuietRedisLock(portalocker.redis.RedisLock):
         # portalocker draws its jitter from the global random generator, which
         # would change the user's shuffling whenever a lock was contended.
         def _timeout_generator(
@@ -77,8 +76,8 @@ def _lock_class() -> Any:
     return QuietRedisLock
 
 
-class RedisHold:
-    """One acquisition of one lock: the context manager that ``RedisLocks`` hands out.
+class RedisLock:
+    """One acquisition of one lock.
 
     Its stages: connect (with errors that tell down from refused), seed the
     fence, subscribe and win, read the fence, sign (the owner record).
@@ -102,38 +101,32 @@ class RedisHold:
         self._lock: Any = None
         self._pid = -1
 
-    def __enter__(self) -> RedisHold:
-        if self._client is not None:
-            raise RuntimeError(f"This object holds the lock on {self.path!r} already.")
+    def acquire(self) -> None:
+        """Take the lock; what is left of it after an error, `release` gives back."""
         start = time.monotonic()
         self._pid = os.getpid()
         server = self._locks.server
         self._client = server.connect()
-        try:
-            with server.errors_explained():
-                lock = self._new_lock()
-                self._fence = Fence(self._client, lock.fence_key)
-                self._owners = OwnerTable(self._client, self._owner_key)
-                self._lock = lock
-                _held.add(self)
-                floor = self._fence.seed()
-                try:
-                    self._lock.acquire(timeout=self._timeout)
-                except AlreadyLocked:
-                    # A server that died while we waited looks the same to portalocker.
-                    holder = self._describe_holders()
-                    raise LockTimeoutError(self.path, holder, time.monotonic() - start) from None
-                except LockException as error:
-                    raise LockServerUnreachableError(str(server), str(error.strerror)) from None
-                self.token = self._draw_token(floor)
-            with server.errors_ignored():
-                alone = self._flags == LockFlags.EXCLUSIVE
-                record = self._locks.stamp.record("exclusive" if alone else "shared")
-                self._owners.add(self._lock.holder_id, record, alone=alone)
-        except BaseException:
-            self._release()
-            raise
-        return self
+        with server.errors_explained():
+            lock = self._new_lock()
+            self._fence = Fence(self._client, lock.fence_key)
+            self._owners = OwnerTable(self._client, self._owner_key)
+            self._lock = lock
+            _held.add(self)
+            floor = self._fence.seed()
+            try:
+                self._lock.acquire(timeout=self._timeout)
+            except AlreadyLocked:
+                # A server that died while we waited looks the same to portalocker.
+                holder = self._describe_holders()
+                raise LockTimeoutError(self.path, holder, time.monotonic() - start) from None
+            except LockException as error:
+                raise LockServerUnreachableError(str(server), str(error.strerror)) from None
+            self.token = self._draw_token(floor)
+        with server.errors_ignored():
+            alone = self._flags == LockFlags.EXCLUSIVE
+            record = self._locks.stamp.record("exclusive" if alone else "shared")
+            self._owners.add(self._lock.holder_id, record, alone=alone)
 
     def _new_lock(self) -> Any:
         return _lock_class()(
@@ -188,12 +181,12 @@ class RedisHold:
             # Restarted with its data; our own subscription has yet to notice.
             raise LockLostError(self.path, "the lock server was restarted")
 
-    def _release(self) -> bool:
-        """Give everything back; False if the lock was not ours any more."""
-        client, self._client = self._client, None
-        lock, self._lock = self._lock, None
+    def release(self) -> None:
+        """Give everything back; ``LockLostError`` if the lock was not ours any more."""
+        client, lock = self._client, self._lock
         if client is None or self._pid != os.getpid():
-            return True  # in a forked child all of it belongs to the parent
+            self._client = self._lock = None
+            return  # in a forked child all of it belongs to the parent
         subscribers, lost = 0, False
         ignored = self._locks.server.errors_ignored
         try:
@@ -209,8 +202,11 @@ class RedisHold:
                     lost = lock.lost
         finally:
             client.close()
-            _held.discard(self)
-        return subscribers > 0 and not lost
+        _held.discard(self)
+        # Not before all is done: after a Ctrl-C in here it is done once more.
+        self._client = self._lock = None
+        if not subscribers or lost:
+            raise LockLostError(self.path, "the connection to the lock server broke")
 
     def close_inherited_socket(self) -> None:
         """Close this process's copy of the subscription; the parent keeps its own."""
@@ -218,21 +214,6 @@ class RedisHold:
         connection = None if subscription is None else subscription.connection
         if connection is not None:
             connection.disconnect()  # in another process than its own it only closes
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        # An error of the body says more than the loss that may have caused it.
-        if not self._release() and kind is None:
-            raise LockLostError(self.path, "the connection to the lock server broke")
-
-    def __del__(self) -> None:
-        # Ctrl-C can strike between __enter__ and the body, where no __exit__ follows,
-        # and portalocker's own thread would keep the lock alive.
-        self._release()
 
 
 class RedisLocks:
@@ -313,11 +294,9 @@ class RedisLocks:
         """Hold the lock on ``path`` together with other readers, and without any writer."""
         return self._hold(path, LockFlags.SHARED, timeout)
 
-    def _hold(
-        self, path: str | os.PathLike[str], flags: LockFlags, timeout: float | None
-    ) -> RedisHold:
+    def _hold(self, path: str | os.PathLike[str], flags: LockFlags, timeout: float | None) -> Hold:
         seconds = self.timeout if timeout is None else checked_timeout(timeout)
-        return RedisHold(self, checked_path(path), flags, seconds)
+        return Hold(RedisLock(self, checked_path(path), flags, seconds))
 
     def check(self, directory: str | os.PathLike[str]) -> None:
         """Raise now if the server is down or does not let us in; no directory matters to it."""

@@ -22,7 +22,7 @@ from keras_safe_ckpt.storage.events import EventLog
 from keras_safe_ckpt.storage.formats import FORMATS, format_of
 from keras_safe_ckpt.storage.formats.format import EXTRA_GROUP, StorageFormat
 from keras_safe_ckpt.storage.lock_backend import Locks
-from keras_safe_ckpt.storage.locks import LockManager
+from keras_safe_ckpt.storage.locks import chosen_locks
 from keras_safe_ckpt.storage.manifest import Manifest, describe_writer
 from keras_safe_ckpt.storage.paths import (
     absolute,
@@ -77,7 +77,7 @@ class CheckpointStore:
             format = FORMATS[format]
         self.directory = Path(os.path.realpath(absolute(directory)))
         self.format = format
-        self.locks: Locks = LockManager(worker=worker) if locks is None else locks
+        self.locks: Locks = chosen_locks(locks, worker=worker)
         self.worker = worker
         make_directory(self.directory)
         ensure_writable(self.directory)

@@ -14,6 +14,7 @@ from typing import Any
 from keras_safe_ckpt.storage.atomic import ensure_writable
 from keras_safe_ckpt.storage.formats import FORMATS
 from keras_safe_ckpt.storage.lock_backend import Locks
+from keras_safe_ckpt.storage.locks import chosen_locks
 from keras_safe_ckpt.storage.path_template import PathTemplate
 from keras_safe_ckpt.storage.paths import absolute, refuse_unsafe_target
 from keras_safe_ckpt.storage.retention import (
@@ -66,10 +67,7 @@ class Saver:
             raise ValueError(
                 f"Expected on_error to be 'raise' or 'warn'. Received: on_error={on_error!r}"
             )
-        if locks is not None and not callable(getattr(locks, "exclusive", None)):
-            raise ValueError(
-                f"Expected locks to be a LockManager or RedisLocks. Received: locks={locks!r}"
-            )
+        chosen_locks(locks)  # Refuses now what cannot lock.
         self._settings = (background, on_error, locks)
         self._format = "keras"
         self._background = background

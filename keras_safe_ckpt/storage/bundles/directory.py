@@ -32,7 +32,7 @@ from keras_safe_ckpt.storage.bundles.state_file import (
 )
 from keras_safe_ckpt.storage.events import EventLog
 from keras_safe_ckpt.storage.lock_backend import HeldLock, Locks
-from keras_safe_ckpt.storage.locks import LockManager
+from keras_safe_ckpt.storage.locks import chosen_locks
 from keras_safe_ckpt.storage.paths import absolute
 from keras_safe_ckpt.storage.publishing import LOCK_NAME
 
@@ -57,7 +57,7 @@ class BundleDirectory:
         self.path = Path(os.path.realpath(directory))
         if self.path.exists() and not self.path.is_dir():
             raise UnsafePathError(self.path, "it is a file, and a directory was expected")
-        self.locks: Locks = LockManager() if locks is None else locks
+        self.locks: Locks = chosen_locks(locks)
         self.state_name = state_name
         self.meta_suffix = meta_suffix
         self.events = EventLog(self.path)
