@@ -13,36 +13,46 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AgreementError",
+    "CentralH5Writer",
     "CheckpointNotFoundError",
     "CheckpointStore",
     "CheckpointWriteError",
     "ChiefOnly",
     "ClusterConfigError",
     "CorruptCheckpointError",
+    "CorruptRecordError",
     "enable_multi_worker_fit",
     "IncompatibleCheckpointError",
     "KeepAny",
     "KeepBest",
     "KeepEvery",
     "KeepNewest",
+    "locked_tfrecord_dataset",
+    "LockedTFRecordWriter",
     "LockLostError",
     "LockManager",
     "LockServerRefusedError",
     "LockServerUnreachableError",
     "LocksUnsupportedError",
     "LockTimeoutError",
+    "merge_worker_files",
     "MergeConflictError",
     "PerWorker",
     "PreemptionAwareCallback",
     "PreemptionGuard",
     "RedisLocks",
+    "repair_tfrecord",
     "SafeCheckpointError",
     "SafeCheckpointManager",
     "SafeModelCheckpoint",
     "SafeSaver",
+    "split_tfrecord",
     "StaleHolderError",
+    "TFRecordShardWriter",
     "UnreadableCheckpointError",
     "UnsafePathError",
+    "verify_tfrecord",
+    "WorkerH5Writer",
 ]
 
 if TYPE_CHECKING:
@@ -50,12 +60,23 @@ if TYPE_CHECKING:
     from keras_safe_ckpt.callbacks.preemption import PreemptionAwareCallback
     from keras_safe_ckpt.cluster.multi_worker import enable_multi_worker_fit
     from keras_safe_ckpt.cluster.write_policies import ChiefOnly, PerWorker
+    from keras_safe_ckpt.datasets.central_writer import CentralH5Writer
+    from keras_safe_ckpt.datasets.hdf5 import WorkerH5Writer
+    from keras_safe_ckpt.datasets.merge import merge_worker_files
+    from keras_safe_ckpt.datasets.reading import locked_tfrecord_dataset
+    from keras_safe_ckpt.datasets.tfrecord import LockedTFRecordWriter, TFRecordShardWriter
+    from keras_safe_ckpt.datasets.verification import (
+        repair_tfrecord,
+        split_tfrecord,
+        verify_tfrecord,
+    )
     from keras_safe_ckpt.errors import (
         AgreementError,
         CheckpointNotFoundError,
         CheckpointWriteError,
         ClusterConfigError,
         CorruptCheckpointError,
+        CorruptRecordError,
         IncompatibleCheckpointError,
         LockLostError,
         LockServerRefusedError,
@@ -77,6 +98,15 @@ if TYPE_CHECKING:
     from keras_safe_ckpt.storage.store import CheckpointStore
 
 _HOME = {
+    "WorkerH5Writer": "keras_safe_ckpt.datasets.hdf5",
+    "merge_worker_files": "keras_safe_ckpt.datasets.merge",
+    "CentralH5Writer": "keras_safe_ckpt.datasets.central_writer",
+    "TFRecordShardWriter": "keras_safe_ckpt.datasets.tfrecord",
+    "LockedTFRecordWriter": "keras_safe_ckpt.datasets.tfrecord",
+    "locked_tfrecord_dataset": "keras_safe_ckpt.datasets.reading",
+    "verify_tfrecord": "keras_safe_ckpt.datasets.verification",
+    "repair_tfrecord": "keras_safe_ckpt.datasets.verification",
+    "split_tfrecord": "keras_safe_ckpt.datasets.verification",
     "enable_multi_worker_fit": "keras_safe_ckpt.cluster.multi_worker",
     "ChiefOnly": "keras_safe_ckpt.cluster.write_policies",
     "PerWorker": "keras_safe_ckpt.cluster.write_policies",

@@ -12,6 +12,7 @@
       LockServerRefusedError      (PermissionError)   server, reason
       CheckpointNotFoundError     (FileNotFoundError) path, reason
       CorruptCheckpointError      (ValueError)        path, reason
+        CorruptRecordError        (ValueError)        path, record, offset, reason
       UnreadableCheckpointError   (OSError)           path, reason
       IncompatibleCheckpointError (ValueError)        path, differences
       CheckpointWriteError        (OSError)           path, step, cause
@@ -172,9 +173,15 @@ class CheckpointNotFoundError(SafeCheckpointError, FileNotFoundError):
     path: str
     reason: str
 
-    def __init__(self, path: str | os.PathLike[str], reason: str = "there is no such file") -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        reason: str = "there is no such file",
+        *,
+        what: str = "checkpoint",
+    ) -> None:
         path = os.fspath(path)
-        super().__init__(f"No checkpoint at {path!r}: {reason}.", path=path, reason=reason)
+        super().__init__(f"No {what} at {path!r}: {reason}.", path=path, reason=reason)
 
 
 class CorruptCheckpointError(SafeCheckpointError, ValueError):
@@ -187,6 +194,25 @@ class CorruptCheckpointError(SafeCheckpointError, ValueError):
         path = os.fspath(path)
         super().__init__(
             f"The checkpoint {path!r} cannot be used: {reason}.", path=path, reason=reason
+        )
+
+
+class CorruptRecordError(CorruptCheckpointError):
+    """A record of a TFRecord file is damaged, or records are missing."""
+
+    record: int
+    offset: int
+
+    def __init__(self, path: str | os.PathLike[str], record: int, offset: int, reason: str) -> None:
+        path = os.fspath(path)
+        SafeCheckpointError.__init__(
+            self,
+            f"The file {path!r} is damaged at record {record:,} (counted from 0), offset "
+            f"{offset:,}: {reason}.",
+            path=path,
+            record=record,
+            offset=offset,
+            reason=reason,
         )
 
 

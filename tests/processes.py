@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -38,11 +39,14 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(PROJECT), "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
-def start(code: str, *arguments: object, prefix: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+def start(
+    code: str, *arguments: object, prefix: tuple[str, ...] = (), stdin: int | None = None
+) -> subprocess.Popen[str]:
     """Start ``code`` in a new interpreter; ``prefix`` goes before the command."""
     return subprocess.Popen(
         [*prefix, sys.executable, "-c", PRELUDE + code, *map(str, arguments)],
         env=environment(),
+        stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -84,6 +88,29 @@ def wait_until(condition: Callable[[], bool], what: str, seconds: float = 60) ->
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds} s until {what}"
         time.sleep(0.002)
+
+
+@contextlib.contextmanager
+def ending(*processes: subprocess.Popen[str]) -> Iterator[None]:
+    """None of them outlives a test that fails."""
+    try:
+        yield
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait(30)
+
+
+def children_of(pid: int) -> dict[int, str]:
+    """Each with its state, as in ``ps``."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+            if int(parent) == pid:
+                found[int(path.parent.name)] = state
+    return found
 
 
 def kill(process: subprocess.Popen[str]) -> None:

@@ -19,7 +19,7 @@ from keras_safe_ckpt.errors import (
     UnreadableCheckpointError,
 )
 from keras_safe_ckpt.storage.bundles.bundle import Bundle, part_of
-from keras_safe_ckpt.storage.bundles.checksum import extended, masked
+from keras_safe_ckpt.storage.checksum import extended, masked
 
 
 @pytest.fixture(scope="module")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import inspect
+import json
 import pickle
 import re
 
 import pytest
 
 from keras_safe_ckpt import errors
+from keras_safe_ckpt.storage.error_facts import as_facts, from_facts
 
 EXAMPLES = [
     errors.UnsafePathError("p", "it is a link"),
@@ -21,6 +23,7 @@ EXAMPLES = [
     errors.LockServerRefusedError("host:1", "wrong password"),
     errors.CheckpointNotFoundError("p"),
     errors.CorruptCheckpointError("p", "it is short"),
+    errors.CorruptRecordError("p", 3, 100, "its checksum is wrong"),
     errors.UnreadableCheckpointError("p", OSError(errno.EIO, "Input/output error")),
     errors.IncompatibleCheckpointError("p", [f"difference {n}" for n in range(12)]),
     errors.CheckpointWriteError("p", OSError(errno.ENOSPC, "No space left"), 7),
@@ -61,6 +64,22 @@ def test_errors_survive_pickling(error):
     assert again.facts == error.facts
     for name, value in error.facts.items():
         assert getattr(again, name) == value
+
+
+@pytest.mark.parametrize(
+    "error", [*EXAMPLES, ValueError("v"), TypeError("t")], ids=lambda error: type(error).__name__
+)
+def test_errors_survive_the_way_through_json(error):
+    again = from_facts(json.loads(json.dumps(as_facts(error))))
+    assert type(again) is type(error)
+    assert str(again) == str(error)
+    assert getattr(again, "path", None) == getattr(error, "path", None)
+
+
+def test_an_error_of_another_kind_keeps_its_name():
+    again = from_facts(as_facts(ZeroDivisionError("division")))
+    assert type(again) is errors.SafeCheckpointError
+    assert str(again) == "ZeroDivisionError: division"
 
 
 def test_write_error_says_what_to_do_and_keeps_the_number():

@@ -15,8 +15,8 @@ PACKAGE = Path(keras_safe_ckpt.__file__).parent
 LAYERS = [
     {"errors"},
     {"storage"},
-    {"training", "cluster", "preemption", "datasets"},
-    {"interruption"},
+    {"training", "cluster", "preemption"},
+    {"interruption", "datasets"},
     {"callbacks", "loops"},
     {"cli"},
 ]

@@ -69,7 +69,7 @@ class BlockWriter:
         within = data[len(before) :]
         if before:
             self._drain()  # Not while a block that it belongs to is on its way.
-            _write_all(self._descriptor, before, offset)
+            write_all(self._descriptor, before, offset)
         if within:
             place = offset + len(before) - self._start
             self._block[place : place + len(within)] = within
@@ -78,7 +78,7 @@ class BlockWriter:
         """Everything is with the system: `os.fsync` makes it durable."""
         self._drain()
         self.close()  # Now, since the caller may take a lock next: it should not wait for this.
-        _write_all(self._descriptor, self._block[: self._filled], self._start)
+        write_all(self._descriptor, self._block[: self._filled], self._start)
 
     def close(self) -> None:
         """End the thread; what was not flushed is dropped."""
@@ -112,7 +112,7 @@ class _BlockFile:
 
     def write(self, offset: int, block: memoryview) -> None:
         done = self._write_directly(offset, block)
-        _write_all(self._cached, block[done:], offset + done)
+        write_all(self._cached, block[done:], offset + done)
 
     def close(self) -> None:
         os.close(self._cached)
@@ -141,11 +141,12 @@ def _aligned_memory() -> memoryview:
     return memoryview(mmap.mmap(-1, BLOCK_BYTES, flags=flags))
 
 
-def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
+def write_all(descriptor: int, data: bytes | bytearray | memoryview, offset: int) -> None:
     """Also where the system takes it piece by piece."""
-    done = 0
-    while done < len(data):
-        done += os.pwrite(descriptor, data[done:], offset + done)
+    view = memoryview(data)
+    while view:
+        count = os.pwrite(descriptor, view, offset)
+        view, offset = view[count:], offset + count
 
 
 def _open_direct(path: Path, descriptor: int) -> int | None:

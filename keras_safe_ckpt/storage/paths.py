@@ -12,6 +12,8 @@ from keras_safe_ckpt.errors import CheckpointWriteError, UnsafePathError
 
 _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
+#: Of a file, on any file system in use.
+_MOST_NAME_BYTES = 255
 #: Some network file systems cannot sync a directory and say so with these.
 _NO_DIRECTORY_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 
@@ -51,6 +53,18 @@ def refuse_unsafe_target(path: Path) -> None:
         raise UnsafePathError(path, "it is a directory, and a file was expected")
     if not stat.S_ISREG(mode):
         raise UnsafePathError(path, "it is not a regular file")
+
+
+def refuse_long_name(path: Path, longest: Path) -> None:
+    """Raise if ``longest``, a file that comes to stand beside ``path``, cannot have its name."""
+    size = len(os.fsencode(path.name))
+    room = _MOST_NAME_BYTES - (len(os.fsencode(longest.name)) - size)
+    if size > room:
+        raise UnsafePathError(
+            path,
+            f"its name has {size} bytes, and more than {room} leave no room for the names of the "
+            "files beside it",
+        )
 
 
 def refuse_unsafe_name(name: str, directory: Path) -> None:

@@ -39,6 +39,11 @@ class TempOwner(NamedTuple):
         same_space = self.is_on_this_machine() and self.space == _pid_namespace()
         return same_space and _start_time(self.pid) == self.start
 
+    def has_ended(self) -> bool:
+        """Whether that process has ended for sure; of one elsewhere nobody here can tell."""
+        same_space = self.is_on_this_machine() and self.space == _pid_namespace()
+        return same_space and _start_time(self.pid) != self.start
+
 
 def new_temp_name(target_name: str) -> str:
     """A name that nobody else has, for the file that is to become ``target_name``."""

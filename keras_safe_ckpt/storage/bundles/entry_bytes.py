@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 
-from keras_safe_ckpt.storage.bundles.checksum import extended, masked
 from keras_safe_ckpt.storage.bundles.index import Entry
 from keras_safe_ckpt.storage.bundles.table import TableError, read_varint
+from keras_safe_ckpt.storage.checksum import extended, masked
 
 #: TensorFlow's numbers of the two.
 _STRING, _VARIANT = 7, 21

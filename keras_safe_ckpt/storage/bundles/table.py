@@ -12,7 +12,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 
-from keras_safe_ckpt.storage.bundles.checksum import extended, masked
+from keras_safe_ckpt.storage.checksum import extended, masked
 
 _FOOTER_BYTES = 48
 _MAGIC = 0xDB4775248B80FB57

@@ -1,0 +1,72 @@
+"""``recover``: what interrupted writers of HDF5 files have left."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from keras_safe_ckpt.errors import CheckpointNotFoundError
+
+if TYPE_CHECKING:
+    from keras_safe_ckpt.datasets.unfinished import Unfinished
+
+_EPILOG = """\
+A WorkerH5Writer or CentralH5Writer that was killed leaves its rows up to the last flush. Without
+--out this only tells what there is. To go on with it in Python:
+
+  WorkerH5Writer(directory, worker=3, resume=True)
+  CentralH5Writer(path)
+
+example:
+  keras-safe-ckpt recover predictions
+  keras-safe-ckpt recover predictions/.worker-00003.h5.unfinished --out rescued.h5
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the parser of the program."""
+    parser = commands.add_parser(
+        "recover",
+        help="show and rescue what interrupted writers of HDF5 files have left",
+        description="Show and rescue what interrupted writers of HDF5 files have left.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("path", type=Path, help="a directory, or an unfinished file")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="copy the unfinished file to here")
+    parser.set_defaults(run=run_recover)
+
+
+def run_recover(options: argparse.Namespace) -> int:
+    """Return 0, also if there is nothing to rescue; 1 if what was asked for cannot be had."""
+    # Needs h5py, which the other commands do not.
+    from keras_safe_ckpt.datasets.unfinished import find_unfinished, rescue
+
+    path: Path = options.path
+    if options.out is not None:
+        print(f"Rescued {path} as {rescue(path.absolute(), options.out)}")
+        return 0
+    if not path.exists():
+        raise CheckpointNotFoundError(path, "there is no such file or directory", what="data")
+    is_folder = path.is_dir()
+    found = find_unfinished(path if is_folder else path.absolute().parent)
+    chosen = found if is_folder else [one for one in found if one.path.name == path.name]
+    if not chosen:
+        print(f"Nothing unfinished in {path}.")
+    for one in chosen:
+        print(_described(one))
+    return 0
+
+
+def _described(one: Unfinished) -> str:
+    if one.holder:
+        return f"{one.path}\n  is being written by {one.holder}"
+    if not one.rows:
+        return f"{one.path}\n  nothing: its writer was interrupted before its first flush"
+    rows = ", ".join(f"{name}: {count:,} rows" for name, count in one.rows.items())
+    return (
+        f"{one.path}\n  {rows} up to the last flush\n"
+        f"  keras-safe-ckpt recover {shlex.quote(str(one.path))} --out FILE"
+    )

@@ -1,0 +1,1 @@
+"""Data files that many workers share: HDF5 and TFRecord."""

@@ -1,0 +1,201 @@
+"""An HDF5 file on its way to its name: after a crash it is what it was at the last flush.
+
+It is written as ``.NAME.unfinished`` and has its name when it is finished. What a crash has left
+there is gone on with, or set aside as ``.NAME.interrupted`` until a finished file is there.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import shutil
+import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import h5py
+
+from keras_safe_ckpt.datasets.tables import Tables
+from keras_safe_ckpt.datasets.worker_files import interrupted_of, unfinished_of
+from keras_safe_ckpt.errors import CheckpointWriteError, CorruptCheckpointError
+from keras_safe_ckpt.storage.atomic import sweep_orphans
+from keras_safe_ckpt.storage.journaled_file import JournaledFile, journal_of, recover
+from keras_safe_ckpt.storage.paths import refuse_unsafe_target, sync_directory
+
+_log = logging.getLogger(__name__)
+
+#: Changes that wait in memory for a commit; with more of them there is one at once.
+_MOST_WAITING_BYTES = 64 << 20
+
+
+class GrowingFile:
+    """Whoever makes one holds the exclusive lock on ``target``."""
+
+    def __init__(self, target: Path, *, resume: bool) -> None:
+        self.target = target
+        self._work = unfinished_of(target)
+        refuse_unsafe_target(target)
+        with self._translated(None):
+            #: What was given to the last `flush` of what it goes on with.
+            self.note = b""
+            sweep_orphans(target.parent)
+            is_resumed = self._made_ready(resume)
+            self._file = JournaledFile(self._work)
+        try:
+            with self._translated(self._file):
+                self.h5 = self._opened("r+" if is_resumed else "w")
+            self.tables = Tables(self.h5)
+        except BaseException:
+            self._file.close()
+            raise
+        _open_files.add(self)
+
+    def append(
+        self,
+        name: str,
+        rows: Any,
+        compression: str | int | None = None,
+        attributes: Mapping[str, Any] | None = None,
+        *,
+        has_type: bool | None = None,
+    ) -> None:
+        with self._translated(self._file):
+            self.tables.append(name, rows, compression, attributes, has_type=has_type)
+
+    @property
+    def is_heavy(self) -> bool:
+        """Whether so much waits in memory that it should be flushed."""
+        return self._file.waiting_bytes > _MOST_WAITING_BYTES
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether nothing more will be written: what was flushed is what there is."""
+        return self._file.error is not None
+
+    def write(
+        self,
+        name: str,
+        array: Any,
+        compression: str | int | None = None,
+        attributes: Mapping[str, Any] | None = None,
+    ) -> None:
+        with self._translated(self._file):
+            self.tables.write(name, array, compression, attributes)
+
+    def flush(self, note: bytes = b"") -> None:
+        """What was appended by now survives a crash from now on, with a note for who goes on."""
+        with self._translated(self._file):
+            self.tables.flush()
+            self._file.commit(note)
+
+    def publish(self) -> None:
+        """The file is whole: give it its name."""
+        refuse_unsafe_target(self.target)
+        with self._translated(self._file):
+            self.tables.flush()
+            # Everything is in the file by now: what an error in closing leaves can be recovered.
+            self._file.commit()
+            self.h5.close()
+            self._file.publish(self.target)
+            _remove(interrupted_of(self.target))
+
+    def abandon(self) -> None:
+        """Keep what can be kept, for `recover` or the next writer."""
+        try:
+            if self._file.error is None:
+                self.flush()
+        finally:
+            self.give_up()
+
+    def give_up(self) -> None:
+        """Let go of it: what the last `flush` has left is what stays."""
+        self._file.stop_writing()
+        try:
+            self.h5.close()
+        except (OSError, RuntimeError) as error:
+            # HDF5 does not recover from an error in the middle of a flush. It cannot write either.
+            _log.debug("%s: HDF5 does not let go of it: %s", self._work, error)
+        self._file.close()
+
+    def _opened(self, mode: str) -> h5py.File:
+        try:
+            return h5py.File(self._file, mode)
+        except OSError as error:
+            if self._file.error is not None:
+                raise
+            if journal_of(self._work).exists():
+                raise CorruptCheckpointError(self._work, f"{error}") from error
+            _remove(self._work)  # The copy of a file that is none of ours.
+            raise CorruptCheckpointError(
+                self.target, f"expected an HDF5 file to go on with ({error})"
+            ) from error
+
+    def _made_ready(self, resume: bool) -> bool:
+        """Whether there is something at the place of work to go on with."""
+        left = recover(self._work)
+        if resume:
+            if left is not None:
+                self.note = left
+                return True
+            source = self.target if self.target.exists() else None
+            self._clear()
+            if source is None:
+                return False
+            shutil.copyfile(source, self._work)
+            return True
+        if left is not None:
+            self._set_aside()
+        self._clear()
+        return False
+
+    def _set_aside(self) -> None:
+        """The longest one of earlier lives stays."""
+        aside = interrupted_of(self.target)
+        if not aside.exists() or aside.stat().st_size <= self._work.stat().st_size:
+            os.replace(self._work, aside)
+            sync_directory(aside.parent)
+
+    def _clear(self) -> None:
+        # The file first: a journal without a file is nothing, a file with an old journal is wrong.
+        _remove(self._work)
+        _remove(journal_of(self._work))
+
+    @contextlib.contextmanager
+    def _translated(self, file: JournaledFile | None) -> Iterator[None]:
+        """HDF5 wraps what the disk says into what it was doing."""
+        try:
+            yield
+        except BaseException as error:
+            if file is not None and not isinstance(error, Exception):
+                # Ctrl-C in the middle of HDF5: half of what was to be done, as if it were all.
+                file.fail(error)
+                raise
+            cause = error if file is None else file.error
+            if isinstance(cause, CheckpointWriteError):  # Of the journal.
+                cause = cause.__cause__
+            if isinstance(cause, OSError):
+                raise CheckpointWriteError(self.target, cause) from error
+            raise
+
+
+_open_files: weakref.WeakSet[GrowingFile] = weakref.WeakSet()
+
+
+@atexit.register
+def _let_go_of_all() -> None:
+    """HDF5 closes what is open when the interpreter is gone, and would call it for that."""
+    for file in list(_open_files):
+        file.give_up()
+
+
+def clear_journal(target: Path) -> None:
+    """Under the lock: what a writer has left that was killed right after it has published."""
+    _remove(journal_of(unfinished_of(target)))
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()

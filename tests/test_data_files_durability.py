@@ -1,0 +1,126 @@
+"""A power cut forgets what was not synced: the order of syncs and renames of data files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from keras_safe_ckpt import LockedTFRecordWriter, WorkerH5Writer
+from keras_safe_ckpt.datasets import central_process, spool
+from keras_safe_ckpt.datasets.feed_folder import FeedFolder
+from keras_safe_ckpt.datasets.frames import Message
+from keras_safe_ckpt.errors import LockLostError
+
+pytestmark = pytest.mark.usefixtures("alone_in_a_folder")
+
+
+@pytest.fixture
+def log(monkeypatch) -> list[tuple[str, str]]:
+    """Each sync, and each rename by its new name; names without what makes them unique."""
+    calls: list[tuple[str, str]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def noted_fsync(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        calls.append(("sync", "directory" if path.is_dir() else path.name))
+        fsync(descriptor)
+
+    def noted_replace(source, target, **options) -> None:
+        calls.append(("rename", Path(target).name))
+        replace(source, target, **options)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "replace", noted_replace)
+    return calls
+
+
+def in_order(log: list[tuple[str, str]], *wanted: tuple[str, str]) -> bool:
+    """Whether these come one after another, with anything in between."""
+    rest = iter(log)
+    return all(call in rest for call in wanted)
+
+
+WORK, JOURNAL = ".worker-00000.h5.unfinished", ".worker-00000.h5.unfinished.journal"
+
+
+def test_a_flush_is_on_the_disk_before_the_journal_says_so(tmp_path, log):
+    writer = WorkerH5Writer(tmp_path, 0)
+    writer.append("x", [1.0])
+    log.clear()
+    writer.flush()
+    assert in_order(log, ("sync", WORK), ("rename", JOURNAL), ("sync", "directory"))
+    writer.abandon()
+
+
+def test_a_worker_file_is_on_the_disk_before_it_has_its_name(tmp_path, log):
+    with WorkerH5Writer(tmp_path, 0) as writer:
+        writer.append("x", [1.0])
+        writer.flush()
+        log.clear()
+    last = len(log) - log[::-1].index(("rename", JOURNAL)) - 1
+    assert log[last + 1 :] == [
+        ("sync", "directory"),
+        ("sync", WORK),  # The pages of the journal are in the file.
+        ("rename", "worker-00000.h5"),
+        ("sync", "directory"),
+    ]
+
+
+def test_an_append_is_on_the_disk_before_the_note_says_so(tmp_path, log):
+    note, path = ".all.tfrecord.records", "all.tfrecord"
+    for is_new in (True, False):
+        log.clear()
+        with LockedTFRecordWriter(tmp_path / path) as writer:
+            writer.write(b"record")
+        first = log.index(("rename", note))
+        data = log.index(("sync", path))
+        second = log.index(("rename", note), data)
+        assert first < data < second
+        # The name of a new file as well.
+        assert (("sync", "directory") in log[data:second]) == is_new
+
+
+def test_that_all_was_read_is_on_the_disk_before_the_file_has_its_name(tmp_path, log):
+    target = tmp_path / "all.h5"
+    folder = FeedFolder(target)
+    folder.make()
+    stream = spool.SpoolWriter(folder.path, "stream")
+    stream.write(Message("x", np.arange(3.0)))
+    stream.rest()
+    folder.write("closed", {})
+    central_process._work(target, False, central_process.Starter())
+    drained, published = log.index(("rename", "drained")), log.index(("rename", "all.h5"))
+    assert drained < published
+    assert log[drained + 1] == ("sync", "directory")
+    kind, name = log[drained - 1]
+    assert kind == "sync"
+    assert "drained" in name
+
+
+def test_a_worker_that_lost_its_lock_publishes_nothing(tmp_path):
+    writer = WorkerH5Writer(tmp_path, 0)
+    writer.append("x", [1.0])
+    (tmp_path / ".worker-00000.h5.lock").unlink()
+    with pytest.raises(LockLostError, match="was deleted"):
+        writer.close()
+    assert not (tmp_path / "worker-00000.h5").exists()
+
+
+def test_a_frame_that_is_not_what_was_written_is_not_read(tmp_path):
+    """As a power cut leaves it: the size is there, and some of the bytes are not."""
+    writer = spool.SpoolWriter(tmp_path, "stream")
+    writer.write(Message("x", np.arange(1000.0)))
+    path = tmp_path / "stream.0"
+    data = path.read_bytes()
+    path.write_bytes(data[:-500] + bytes(500))
+    reader = spool.SpoolReader(tmp_path, "stream")
+    assert reader.read() is None
+    path.write_bytes(data)
+    found = reader.read()
+    assert found is not None
+    assert found.rows.tolist() == list(range(1000))
+    reader.close()
+    writer.rest()
