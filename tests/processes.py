@@ -119,6 +119,16 @@ def kill(process: subprocess.Popen[str]) -> None:
     process.wait(30)
 
 
+def press_ctrl_c(process: subprocess.Popen[str], seconds: float = 100) -> None:
+    """Until it ends, as anybody would: Python drops one that comes in a ``__del__``."""
+    deadline = time.monotonic() + seconds
+    while process.poll() is None:
+        assert time.monotonic() < deadline, f"still running after {seconds} s of Ctrl-C"
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+
+
 def writing_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "keras_safe_ckpt-write"]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from processes import run_ok
 
 from keras_safe_ckpt import LockedTFRecordWriter, WorkerH5Writer
 from keras_safe_ckpt.datasets import central_process, spool
@@ -35,6 +36,22 @@ def log(monkeypatch) -> list[tuple[str, str]]:
     monkeypatch.setattr(os, "fsync", noted_fsync)
     monkeypatch.setattr(os, "replace", noted_replace)
     return calls
+
+
+@pytest.fixture
+def durable_names(monkeypatch) -> list[tuple[Path, set[str]]]:
+    """Each directory that was synced, with what was in it then."""
+    found: list[tuple[Path, set[str]]] = []
+    fsync = os.fsync
+
+    def noted_fsync(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+        if path.is_dir():
+            found.append((path, set(os.listdir(path))))
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    return found
 
 
 def in_order(log: list[tuple[str, str]], *wanted: tuple[str, str]) -> bool:
@@ -98,6 +115,45 @@ def test_that_all_was_read_is_on_the_disk_before_the_file_has_its_name(tmp_path,
     kind, name = log[drained - 1]
     assert kind == "sync"
     assert "drained" in name
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_the_journal_of_an_earlier_file_is_gone_for_good_before_the_next_one(
+    tmp_path, durable_names, resume
+):
+    """As a kill right after publishing leaves it; with it the next file would be recovered."""
+    with WorkerH5Writer(tmp_path, 0) as writer:
+        writer.append("x", [1.0])
+        writer.flush()
+        journal = (tmp_path / JOURNAL).read_bytes()
+    (tmp_path / JOURNAL).write_bytes(journal)
+    durable_names.clear()
+    writer = WorkerH5Writer(tmp_path, 0, resume=resume)
+    assert any(path == tmp_path and not names & {WORK, JOURNAL} for path, names in durable_names), (
+        durable_names
+    )
+    writer.abandon()
+
+
+def test_a_feeder_is_forgotten_when_its_rows_are_gone_for_good(tmp_path, durable_names):
+    """Else they came back after a power cut, and nobody knew that they are in the file."""
+    name = run_ok(
+        "from keras_safe_ckpt.storage.temp_names import new_temp_name\n"
+        "print(new_temp_name('feed'), end='')"
+    )
+    target = tmp_path / "all.h5"
+    folder = FeedFolder(target)
+    folder.make()
+    stream = spool.SpoolWriter(folder.path, name)
+    stream.write(Message("x", np.arange(3.0)))
+    stream.rest()
+    process = central_process.CentralProcess(target, central_process.Starter())
+    assert process._turn()
+    durable_names.clear()
+    process._commit()
+    assert name not in process._streams
+    assert any(path == folder.path and f"{name}.0" not in names for path, names in durable_names)
+    process.close()
 
 
 def test_a_worker_that_lost_its_lock_publishes_nothing(tmp_path):

@@ -58,6 +58,10 @@ for step in script[index].split("/")[life].split(","):
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         server.bind(("0.0.0.0", int(ports[index].split(":")[1])))
         server.listen()
+    elif step == "others":
+        while any(not os.path.exists(f"{folder}/ready-{other}")
+                  for other in range(len(ports)) if other != index):
+            time.sleep(0.01)
     elif step == "ready":
         open(f"{folder}/ready-{index}", "w").close()
     elif step == "print":
@@ -133,7 +137,8 @@ def test_workers_get_a_cluster_of_their_own_and_their_output_has_names(tmp_path)
 
 
 def test_a_restart_code_starts_all_again_on_new_ports(tmp_path):
-    done = launch(tmp_path, WORKER, "42/catch,wait/0", "catch,wait/143/0", launcher=IMPATIENT)
+    script = ("others,42/catch,wait/0", "catch,ready,wait/143/0")
+    done = launch(tmp_path, WORKER, *script, launcher=IMPATIENT)
     assert done.returncode == 0, done.stderr
     lives = ports_of(tmp_path, 0)
     assert len(lives) == len(ports_of(tmp_path, 1)) == 3
@@ -166,7 +171,8 @@ def test_other_codes_can_be_chosen(tmp_path):
 
 def test_any_other_failure_ends_the_group_and_names_the_worker(tmp_path):
     began = time.monotonic()
-    done = launch(tmp_path, WORKER, "catch,wait", "7", "catch,wait", workers=3, launcher=IMPATIENT)
+    script = ("catch,ready,wait", "others,7", "catch,ready,wait")
+    done = launch(tmp_path, WORKER, *script, workers=3, launcher=IMPATIENT)
     assert done.returncode == 7
     assert "[launch] worker 1 failed with code 7 (0 restarts, " in done.stderr
     assert done.stdout.count("got SIGTERM") == 2
@@ -175,7 +181,7 @@ def test_any_other_failure_ends_the_group_and_names_the_worker(tmp_path):
 
 def test_a_worker_that_does_not_heed_the_end_is_killed_with_its_children(tmp_path):
     options = ("--grace-seconds", "0.5")
-    script = ("7", "ignore,child,wait")
+    script = ("others,7", "ignore,child,ready,wait")
     done = launch(tmp_path, WORKER, *script, options=options, launcher=IMPATIENT)
     assert done.returncode == 7
     assert "still running 0.5 s after the signal: the workers are killed" in done.stderr
@@ -235,7 +241,7 @@ def test_a_worker_has_ended_though_its_child_holds_its_output(tmp_path):
     """As one that loads data may; the child goes with the group."""
     began = time.monotonic()
     options = ("--grace-seconds", "5")
-    script = ("child,7", "catch,wait")
+    script = ("child,others,7", "catch,ready,wait")
     done = launch(tmp_path, WORKER, *script, options=options, launcher=IMPATIENT)
     assert done.returncode == 7
     assert time.monotonic() - began < 40

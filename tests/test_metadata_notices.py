@@ -255,19 +255,19 @@ def test_starting_and_stopping_wait_for_nobody(service, way):
         if way == "hang":
             server.listen()
         desk = Desk()
-        watchers = cloud.watchers(endpoint=server.url, interval_seconds=60, timeout_seconds=0.8)
+        watchers = cloud.watchers(endpoint=server.url, interval_seconds=60, timeout_seconds=20)
         begun = time.monotonic()
         for watcher in watchers:
             watcher.start(desk)
-        assert time.monotonic() - begun < 0.5
+        assert time.monotonic() - begun < 10
         if way == "hang":
             wait_until(lambda: server.faulted > 0, "the watcher hangs")
         begun = time.monotonic()
         for watcher in watchers:
             watcher.stop()
-        assert time.monotonic() - begun < 0.5
-        wait_until(lambda: not list(watching_threads()), "the threads have ended", 10)
-        assert desk.told == []
+        assert time.monotonic() - begun < 10
+    wait_until(lambda: not list(watching_threads()), "the threads have ended")
+    assert desk.told == []
 
 
 @each_cloud

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import random
 import signal
-import subprocess
 import threading
 from pathlib import Path
 
 import pytest
 from killing import EVERY, killed_at_each
-from processes import children_of, ending, run, run_ok, start, strace, wait_until
+from processes import children_of, ending, press_ctrl_c, run, run_ok, start, strace, wait_until
 from record_files import cut, flip, plain_bytes, records_of, write_plain
 from redis_server import own_redis, shared_redis
 
@@ -728,13 +726,8 @@ except KeyboardInterrupt:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         with ending(process):
-            # Python ignores what is raised in a __del__: then one presses it again.
-            for _ in range(10):
-                process.send_signal(signal.SIGINT)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(10)
-                    break
-            out, err = process.communicate(timeout=10)
+            press_ctrl_c(process)
+            out, err = process.communicate(timeout=60)
         assert process.returncode == 0, err
         path = folder / "all.tfrecord"
         found = records_of(path) if path.exists() else []

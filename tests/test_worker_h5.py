@@ -18,7 +18,7 @@ import pytest
 from clusters import WORKER as WORKER_OF_A_CLUSTER
 from clusters import launch_ok
 from killing import EVERY, killed_at_each
-from processes import environment, kill, run, run_ok, start
+from processes import ending, environment, kill, press_ctrl_c, run, run_ok, start
 from redis_server import shared_redis
 
 from keras_safe_ckpt import MergeConflictError, RedisLocks, WorkerH5Writer, merge_worker_files
@@ -442,8 +442,8 @@ with WorkerH5Writer(sys.argv[1]) as writer:
 """
     process = start(code, tmp_path)
     assert process.stdout.readline() == "open\n"
-    process.send_signal(signal.SIGINT)
-    process.wait(60)
+    with ending(process):
+        press_ctrl_c(process)
     assert "KeyboardInterrupt" in process.stderr.read()
     assert seen(tmp_path) == [".worker-00000.h5.unfinished", ".worker-00000.h5.unfinished.journal"]
     (left,) = find_unfinished(tmp_path)

@@ -183,23 +183,30 @@ class CentralProcess:
             note[name] = (stream.reader.position, stream.reply)
         self._file.flush(json.dumps(note).encode())
         self._uncommitted, self._is_urgent = 0, False
-        for name, stream in list(self._streams.items()):
+        for name, stream in self._streams.items():
             if stream.is_changed:
                 stream.is_changed = False
                 self._folder.answer(name, stream.reply)
                 stream.reader.release(stream.reader.segment)
-            self._forget_if_over(name, stream)
+        self._forget_what_is_over()
 
-    def _forget_if_over(self, name: str, stream: _Stream) -> None:
+    def _forget_what_is_over(self) -> None:
         """Of a feeder that has ended, and whose rows are all in the file, nothing is needed."""
-        owner = owner_of(name)
-        if owner is None or not owner.has_ended() or stream.reader.has_more():
-            return
-        stream.reader.close()
-        stream.reader.release(stream.reader.segment + 1)
-        self._folder.remove(f"{name}.reply")
-        # Not before its segments are gone: with its place forgotten they would be read again.
-        del self._streams[name]
+        over = []
+        for name, stream in self._streams.items():
+            owner = owner_of(name)
+            if owner is None or not owner.has_ended() or stream.reader.has_more():
+                continue
+            stream.reader.close()
+            stream.reader.release(stream.reader.segment + 1)
+            self._folder.remove(f"{name}.reply")
+            over.append(name)
+        if over:
+            # Not before its segments are gone, also after a power cut: with its place forgotten
+            # they would be read again.
+            self._folder.sync()
+        for name in over:
+            del self._streams[name]
 
     def _hear_last_words(self) -> None:
         """Half a frame: if its feeder lives, it is about to be whole."""

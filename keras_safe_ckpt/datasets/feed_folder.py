@@ -14,6 +14,7 @@ from typing import Any
 from keras_safe_ckpt.errors import CheckpointWriteError, UnsafePathError
 from keras_safe_ckpt.storage.atomic import write_atomically
 from keras_safe_ckpt.storage.error_facts import from_facts
+from keras_safe_ckpt.storage.paths import sync_directory
 
 _NO_REPLY: dict[str, Any] = {"committed": 0, "asked": {}}
 
@@ -74,6 +75,13 @@ class FeedFolder:
     def remove(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             (self.path / name).unlink()
+
+    def sync(self) -> None:
+        """What was removed by now does not come back after a power cut."""
+        try:
+            sync_directory(self.path)
+        except OSError as error:
+            raise CheckpointWriteError(self.target, error) from error
 
     def make(self) -> None:
         """Only our own user can write into it: what is in there is believed."""

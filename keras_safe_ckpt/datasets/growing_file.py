@@ -160,8 +160,9 @@ class GrowingFile:
 
     def _clear(self) -> None:
         # The file first: a journal without a file is nothing, a file with an old journal is wrong.
-        _remove(self._work)
-        _remove(journal_of(self._work))
+        # Durable, since a power cut could else leave the next file with this journal.
+        if _remove(self._work) | _remove(journal_of(self._work)):
+            sync_directory(self._work.parent)
 
     @contextlib.contextmanager
     def _translated(self, file: JournaledFile | None) -> Iterator[None]:
@@ -196,6 +197,10 @@ def clear_journal(target: Path) -> None:
     _remove(journal_of(unfinished_of(target)))
 
 
-def _remove(path: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):
+def _remove(path: Path) -> bool:
+    """Whether there was anything."""
+    try:
         path.unlink()
+    except FileNotFoundError:
+        return False
+    return True
