@@ -126,7 +126,7 @@ def press_ctrl_c(process: subprocess.Popen[str], seconds: float = 100) -> None:
         assert time.monotonic() < deadline, f"still running after {seconds} s of Ctrl-C"
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(10)
+            process.wait(1)
 
 
 def writing_threads() -> list[threading.Thread]:

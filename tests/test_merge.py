@@ -469,6 +469,22 @@ def virtual_huge(file: h5py.File) -> None:
     virtual_of(file, "beside.h5", "x", 1 << 36)
 
 
+def virtual_of_itself(file: h5py.File) -> None:
+    virtual_of(file, ".", file.name.strip("/") + "/link")
+
+
+def virtual_by_its_name(file: h5py.File) -> None:
+    virtual_of(file, Path(file.file.filename).name, file.name.strip("/") + "/link")
+
+
+def virtual_of_nothing_here(file: h5py.File) -> None:
+    virtual_of(file, ".", "nothing")
+
+
+def large_chunk(file: h5py.File) -> None:
+    file.create_dataset("link", (10,), "f8", chunks=(1 << 28,), maxshape=(None,))
+
+
 def many_huge(file: h5py.File) -> None:
     for number in range(100):
         file.create_dataset(f"a{number}", (60_000_000,), "u1", chunks=(1 << 20,))
@@ -492,6 +508,10 @@ HOSTILE: list[tuple[Callable[[h5py.File], None], str]] = [
     (virtual_link, "a virtual source that is a symbolic link, 'link.h5'"),
     (virtual_huge, "it claims 549,755,813,888 bytes"),
     (many_huge, "it claims 60,000,000 bytes"),
+    (virtual_of_itself, "virtual sources that lead on and on, in this file"),
+    (virtual_by_its_name, "virtual sources that lead on and on, in this file"),
+    (virtual_of_nothing_here, "a virtual source that is not there, 'nothing'"),
+    (large_chunk, "a chunk of 2,147,483,648 bytes; at most 268,435,456 are taken"),
 ]
 
 
@@ -508,6 +528,66 @@ def test_what_leads_elsewhere_is_refused_by_name(tmp_path, make, reason):
         file["x"] = [1.0]
         make(file.create_group("below"))
     assert_refused(tmp_path, f"below/{dataset}", worker_files(0), reason)
+
+
+def virtual(path: Path, name: str, source: str, of: str) -> None:
+    with h5py.File(path, "a") as file:
+        layout = h5py.VirtualLayout((3,), "f8")
+        layout[:] = h5py.VirtualSource(source, of, (3,))
+        file.create_virtual_dataset(name, layout)
+
+
+def test_files_that_show_each_other_are_refused(tmp_path):
+    virtual(tmp_path / "worker-00000.h5", "x", "beside.h5", "y")
+    virtual(tmp_path / "beside.h5", "y", "worker-00000.h5", "x")
+    reason = "virtual sources that lead on and on, to 'worker-00000.h5'"
+    assert_refused(tmp_path, "y", ["beside.h5"], reason)
+
+
+@pytest.mark.parametrize("files", [1, 100])
+def test_virtual_sources_without_end_are_refused(tmp_path, files):
+    """A hundred of them, one behind the other: HDF5 needs as many calls within each other."""
+    names = [f"d{number}" for number in range(100)]
+    paths = [f"{name}.h5" if files > 1 else "worker-00000.h5" for name in names]
+    paths[-1] = "worker-00000.h5"
+    with h5py.File(tmp_path / paths[0], "w") as file:
+        file["d0"] = [1.0, 2.0, 3.0]
+    for number in range(1, 100):
+        source = paths[number - 1] if files > 1 else "."
+        virtual(tmp_path / paths[number], names[number], source, names[number - 1])
+    with pytest.raises(MergeConflictError, match="virtual sources that lead on and on"):
+        merge_worker_files(tmp_path, tmp_path / "all.h5")
+    assert not (tmp_path / "all.h5").exists()
+
+
+@pytest.mark.parametrize("sort_key", [None, "id"])
+def test_rows_that_all_show_the_same_text_are_refused(tmp_path, sort_key):
+    """A file of half a megabyte that would become one of more than a gigabyte."""
+    path, count = tmp_path / "worker-00000.h5", 20_000
+    with h5py.File(path, "w") as file:
+        file["id"] = np.arange(count)
+        texts = file.create_dataset("x", (count,), h5py.string_dtype())
+        texts[0] = "a" * 60_000
+        offset = texts.id.get_offset()
+    data = bytearray(path.read_bytes())
+    data[offset : offset + 16 * count] = data[offset : offset + 16] * count
+    path.write_bytes(data)
+    with pytest.raises(MergeConflictError, match="its texts have more bytes than the file"):
+        merge_worker_files([path], tmp_path / "all.h5", sort_key=sort_key)
+    assert not (tmp_path / "all.h5").exists()
+
+
+def test_the_only_copy_of_the_rows_is_not_replaced(tmp_path):
+    """By something virtual that shows itself; there may be a link to it, or something shows it."""
+    path = tmp_path / "data.h5"
+    with h5py.File(path, "w") as file:
+        file["x"] = [1.0, 2.0, 3.0]
+    (tmp_path / "link.h5").symlink_to(path)
+    merge_worker_files([path], tmp_path / "virtual.h5", how="virtual")
+    for source in ("link.h5", "virtual.h5"):
+        with pytest.raises(MergeConflictError, match="the rows to be merged are in it"):
+            merge_worker_files([tmp_path / source], path, how="virtual")
+    assert merged(path) == {"x": [1, 2, 3]}
 
 
 def test_a_virtual_source_in_the_same_folder_is_fine(tmp_path):
@@ -657,6 +737,9 @@ def test_a_worker_that_writes_anew_is_not_merged_as_it_was(tmp_path):
         ({"workers": []}, ValueError, "workers: expected how many there are"),
         ({"workers": [-1]}, ValueError, "workers: expected how many there are"),
         ({"workers": True}, ValueError, "workers: expected how many there are"),
+        ({"workers": 3.0}, ValueError, r"workers: expected how many .*Received: 3\.0"),
+        ({"workers": "012"}, ValueError, "workers: expected how many there are"),
+        ({"workers": range(-1, 3)}, ValueError, "workers: expected how many there are"),
     ],
 )
 def test_arguments_that_cannot_be_are_named(tmp_path, options, kind, message):
@@ -674,6 +757,8 @@ def test_places_that_cannot_be_are_named(tmp_path):
         merge_worker_files(tmp_path, "all.h5")
     with pytest.raises(ValueError, match="expected at least one file"):
         merge_worker_files([], "all.h5")
+    with pytest.raises(TypeError, match="expected a directory, or several files"):
+        merge_worker_files(None, "all.h5")
     (tmp_path / "link.h5").symlink_to("elsewhere")
     with pytest.raises(UnsafePathError, match="symbolic link"):
         merge_worker_files(tmp_path / "run", tmp_path / "link.h5")
@@ -724,6 +809,26 @@ def test_a_disk_that_is_too_small_is_said_before_anything_is_written(small_disk,
         merge_worker_files(tmp_path / "run", folder / "all.h5")
     assert os.listdir(folder) == ["all.h5"]
     assert (folder / "all.h5").read_bytes() == b"old"
+
+
+@pytest.mark.parametrize("how", ["all", "sorted"])
+def test_a_disk_that_is_full_in_the_middle_of_texts_does_not_crash(small_disk, tmp_path, how):
+    """As HDF5 does by itself. It is another process that fills the disk meanwhile."""
+    folder = small_disk("size=6m")
+    for worker in range(2):
+        texts = [f"{number:08d}" * 2000 for number in range(300)]
+        write(tmp_path / "run", worker, 2, id=np.arange(300), x=texts)
+    code = """
+from keras_safe_ckpt import merge_worker_files
+from keras_safe_ckpt.datasets import merge
+merge.ensure_room = lambda *_: None
+merge_worker_files(sys.argv[1], sys.argv[2], sort_key="id" if sys.argv[3] == "sorted" else None)
+"""
+    done = run(code, tmp_path / "run", folder / "all.h5", how)
+    assert done.returncode == 1
+    assert "CheckpointWriteError" in done.stderr
+    assert "disk is full" in done.stderr
+    assert os.listdir(folder) == []
 
 
 @pytest.mark.parametrize("call", ["pwrite64", "fsync", "rename"])

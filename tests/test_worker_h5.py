@@ -267,7 +267,7 @@ os.waitpid(child, 0)
 writer.append("x", np.arange(100_000))
 writer.close()
 """
-    assert "make one for each worker" in run_ok(code, tmp_path)
+    assert "make one in each process" in run_ok(code, tmp_path)
     assert values(tmp_path / "worker-00000.h5", "x") == 2 * list(range(100_000))
 
 
@@ -566,6 +566,8 @@ os.kill(os.getpid(), signal.SIGKILL)
         ([b"a\0b"], ValueError, "a zero in them"),
         (np.array(["2020-01-01"], "M8[D]"), TypeError, "datetime64"),
         (np.zeros((2, 0)), ValueError, "rows that hold something"),
+        (np.zeros((1,) * 33), ValueError, "at most 32 dimensions, as HDF5 has. Received: 33"),
+        (np.ma.array([1, 2], mask=[0, 1]), TypeError, "Received: an array with a mask"),
     ],
 )  # fmt: skip
 def test_rows_that_cannot_be_are_named(tmp_path, rows, kind, message):
@@ -614,13 +616,24 @@ def test_numbers_that_do_not_fit_are_refused(tmp_path):
                 writer.append("x", wrong)
         writer.append("f2", np.array([1], "float16"))
         writer.append("f4", np.array([1], "float32"))
-        for name, wrong in (("f4", [1e300]), ("f4", [16777217]), ("f2", [100_000.0])):
+        writer.append("f8", [float(1 << 53)])
+        for name, wrong in (
+            ("f4", [1e300]), ("f4", [16777217]), ("f2", [100_000.0]), ("f4", [(1 << 60) + 1]),
+            # NumPy calls these safe, and rounds them.
+            ("f8", np.array([(1 << 53) + 1])), ("f8", np.array([(1 << 63) - 1])),
+            ("f8", np.array([(1 << 64) - 1], "u8")),
+        ):  # fmt: skip
             with pytest.raises(TypeError, match="without loss"):
                 writer.append(name, wrong)
         writer.append("f4", [0.1, float("nan"), float("inf"), 16777216])
         writer.append("f4", [])
+        writer.append("f8", np.array([1 << 53, -(1 << 62)]))
+        writer.append("f8", np.array([1 << 63], "u8"))
+        writer.append("f8", [True, False])
     assert values(tmp_path / "worker-00000.h5", "x") == [1, 100]
     assert len(values(tmp_path / "worker-00000.h5", "f4")) == 5
+    expected = [1 << 53, 1 << 53, -(1 << 62), 1 << 63, 1, 0]
+    assert values(tmp_path / "worker-00000.h5", "f8") == expected
 
 
 @pytest.mark.parametrize(
@@ -667,7 +680,7 @@ def test_compression_that_is_not_known_is_named(tmp_path, compression):
 @pytest.mark.parametrize(
     ("attributes", "message"),
     [({"": 1}, "names as text"), ({1: 1}, "names as text"), ({"a": {}}, "attribute a"),
-     ({"a": np.zeros(10_000)}, "make it a dataset")],
+     ({"a": np.zeros(10_000)}, "make it a dataset"), (["a"], "expected names and values")],
 )  # fmt: skip
 def test_attributes_that_cannot_be_are_named(tmp_path, attributes, message):
     with pytest.raises((ValueError, TypeError), match=message):
@@ -821,7 +834,7 @@ def test_recover_passes_over_what_is_no_hdf5_and_follows_no_link(tmp_path):
         env=environment(), capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "it is not an HDF5 file" in done.stderr
+    assert "cannot be read: it is not a whole HDF5 file" in done.stdout
     assert "Traceback" not in done.stderr
     assert ".b.h5" not in done.stdout
     with pytest.raises(CheckpointNotFoundError, match="expected an unfinished file"):

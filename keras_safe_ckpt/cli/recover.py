@@ -24,6 +24,8 @@ example:
   keras-safe-ckpt recover predictions/.worker-00003.h5.unfinished --out rescued.h5
 """
 
+_TAKEN = "from keras_safe_ckpt import CentralH5Writer; CentralH5Writer({!r}).close()"
+
 
 def add_parser(commands: Any) -> None:
     """Add the command to the parser of the program."""
@@ -47,6 +49,7 @@ def run_recover(options: argparse.Namespace) -> int:
     path: Path = options.path
     if options.out is not None:
         print(f"Rescued {path} as {rescue(path.absolute(), options.out)}")
+        print("The unfinished file stays; delete it when nobody is to go on with it.")
         return 0
     if not path.exists():
         raise CheckpointNotFoundError(path, "there is no such file or directory", what="data")
@@ -63,6 +66,13 @@ def run_recover(options: argparse.Namespace) -> int:
 def _described(one: Unfinished) -> str:
     if one.holder:
         return f"{one.path}\n  is being written by {one.holder}"
+    if one.damage:
+        return f"{one.path}\n  cannot be read: {one.damage}"
+    if one.has_waiting_rows:
+        return (
+            f"{one.path}\n  rows that were appended wait beside it: a CentralH5Writer of this path "
+            f"takes them\n  python -c {shlex.quote(_TAKEN.format(str(one.target)))}"
+        )
     if not one.rows:
         return f"{one.path}\n  nothing: its writer was interrupted before its first flush"
     rows = ", ".join(f"{name}: {count:,} rows" for name, count in one.rows.items())

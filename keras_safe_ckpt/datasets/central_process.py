@@ -21,10 +21,10 @@ from typing import Any
 from keras_safe_ckpt.datasets.feed_folder import FeedFolder
 from keras_safe_ckpt.datasets.frames import Message
 from keras_safe_ckpt.datasets.growing_file import GrowingFile, clear_journal
-from keras_safe_ckpt.datasets.rows import is_text
-from keras_safe_ckpt.datasets.spool import SpoolReader, streams_in
+from keras_safe_ckpt.datasets.rows import fitted, is_text
+from keras_safe_ckpt.datasets.spool import SpoolReader, segment_name, segments_of, streams_in
 from keras_safe_ckpt.datasets.worker_files import unfinished_of
-from keras_safe_ckpt.errors import CheckpointWriteError
+from keras_safe_ckpt.errors import CheckpointWriteError, CorruptCheckpointError
 from keras_safe_ckpt.storage.error_facts import as_facts
 from keras_safe_ckpt.storage.locks import LockManager
 from keras_safe_ckpt.storage.paths import absolute
@@ -113,6 +113,13 @@ class CentralProcess:
     def _turn(self) -> bool:
         """Take what each stream has, up to a limit; whether there was anything."""
         for name in streams_in(self._folder.path) - set(self._streams):
+            first = min(segments_of(self._folder.path, name), default=0)
+            if first:
+                raise CorruptCheckpointError(
+                    self._folder.target,
+                    f"the rows of a feeder go on in {segment_name(name, first)}, and the file that "
+                    "has those before is gone",
+                )
             self._add(name)
         moved = False
         for stream in self._streams.values():
@@ -138,6 +145,13 @@ class CentralProcess:
             self._is_urgent = True
             return
         asked: dict[str, Any] = {"size": stream.reader.size, "error": None}
+        refusal = None if message.asks else self._refusal(message)
+        if refusal is not None:
+            # Its feeder took it for certain that these rows fit: it is to hear that.
+            _log.warning("%s: rows are left out: %s", self._folder.target, refusal)
+            number, _ = stream.reply.get("rejected") or (0, None)
+            stream.reply["rejected"] = (number + 1, as_facts(refusal))
+            return
         try:
             self._file.append(
                 message.name,
@@ -146,22 +160,34 @@ class CentralProcess:
                 message.attributes,
                 has_type=message.has_type,
             )
-            dtype, shape = self._file.tables.kind_of(message.name)
-            asked |= {"dtype": "text" if is_text(dtype) else dtype.str, "shape": shape}
+            kind = self._file.tables.kind_of(message.name)
+            if kind is not None:
+                dtype, shape = kind
+                asked |= {"dtype": "text" if is_text(dtype) else dtype.str, "shape": shape}
         except Exception as error:  # not swallowed: its feeder hears it
             if self._file.is_broken or isinstance(error, CheckpointWriteError):
                 raise
+            if not message.asks or isinstance(error, MemoryError):
+                # No fault of the rows: they stay in their stream until there is memory, say.
+                cause = f"{type(error).__name__}: {error}"
+                raise CheckpointWriteError(self._folder.target, cause) from error
             # HDF5 has limits of its own. To try again would give the same, for ever.
             asked["error"] = as_facts(error)
-            if not message.asks:
-                # Its feeder took it for certain that these rows fit: it is to hear that.
-                number, _ = stream.reply.get("rejected") or (0, None)
-                stream.reply["rejected"] = (number + 1, asked["error"])
         if message.asks:
             # The answer comes with the commit: until then another feeder may come before it,
             # should this process be killed.
             stream.reply["asked"] = asked
             self._is_urgent = True
+
+    def _refusal(self, message: Message) -> Exception | None:
+        """Why these rows do not fit, if they do not; what else can go wrong is another matter."""
+        kind = self._file.tables.kind_of(message.name)
+        try:
+            if kind is not None:
+                fitted(message.name, message.rows, *kind, has_type=message.has_type)
+        except (ValueError, TypeError) as error:
+            return error
+        return None
 
     def _is_due(self) -> bool:
         return (
@@ -258,7 +284,7 @@ def _work(target: Path, is_new: bool, starter: Starter) -> None:
                 for marker in ("closed", "failed"):
                     folder.remove(marker)
             process = CentralProcess(target, starter)
-        except CheckpointWriteError as error:
+        except (CheckpointWriteError, MemoryError) as error:
             if not is_ready:
                 raise
             _wait_out(target, error, starter)
@@ -270,7 +296,7 @@ def _work(target: Path, is_new: bool, starter: Starter) -> None:
             if process.run():
                 process.publish()
             return
-        except CheckpointWriteError as error:
+        except (CheckpointWriteError, MemoryError) as error:
             _wait_out(target, error, starter)
         finally:
             process.close()
@@ -291,7 +317,7 @@ def _end_what_was_closed(folder: FeedFolder, starter: Starter) -> None:
     folder.clear()
 
 
-def _wait_out(target: Path, error: CheckpointWriteError, starter: Starter) -> None:
+def _wait_out(target: Path, error: Exception, starter: Starter) -> None:
     """The rows wait in their streams; whoever waits for room there hears what is wrong."""
     _log.warning("Trying again: %s", error)
     _say(json.dumps(as_facts(error)))

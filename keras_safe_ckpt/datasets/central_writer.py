@@ -159,27 +159,25 @@ class CentralH5Writer:
             text=True,
             # Ctrl-C is for the program, which closes or abandons the file then.
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(_search_path())},
         )
         answer: list[str] = []
         assert process.stdout is not None
-        listener = threading.Thread(
-            target=lambda: answer.append(process.stdout.readline()),  # type: ignore[union-attr]
-            daemon=True,
-        )
+        listener = threading.Thread(target=_hear, args=(process.stdout, answer), daemon=True)
         listener.start()
-        listener.join(self._timeout)
+        listener.join(min(self._timeout, threading.TIMEOUT_MAX))
         if answer and answer[0] == "ready\n":
             return process
+        is_late = not answer
         process.kill()
-        process.wait()
+        code = process.wait()
         listener.join()
         if answer[0].startswith("{"):
             raise from_facts(json.loads(answer[0]))
-        raise SafeCheckpointError(
-            f"The process that is to write {str(self.path)!r} was not ready within "
-            f"{self._timeout:g} s (exit code {process.returncode})."
+        outcome = (
+            f"was not ready within {self._timeout:g} s" if is_late else f"ended with code {code}"
         )
+        raise SafeCheckpointError(f"The process that is to write {str(self.path)!r} {outcome}.")
 
     def _guard(self) -> None:
         """Until the process has come to its end; start it again if something ended it before."""
@@ -216,6 +214,8 @@ class CentralH5Writer:
     def _listen(self, pipe: IO[str] | None) -> None:
         """Errors that the process tries to overcome, or that end it; until it has ended."""
         for line in pipe or ():
+            if not line.startswith("{"):
+                continue
             error = from_facts(json.loads(line))
             before = self._trouble
             is_same = before is not None and before.is_recent()
@@ -233,6 +233,20 @@ class CentralH5Writer:
                 f"The process that writes {str(self.path)!r} has ended {len(self._restarts)} times "
                 f"within a minute, now with code {code}. What was appended is kept."
             )
+
+
+def _hear(pipe: IO[str], answer: list[str]) -> None:
+    """The first line that is meant for us; others may come from whatever Python runs first."""
+    for line in pipe:
+        if line == "ready\n" or line.startswith("{"):
+            answer.append(line)
+            return
+    answer.append("")
+
+
+def _search_path() -> list[str]:
+    # Python passes over what is no text.
+    return [path for path in sys.path if isinstance(path, str) and path]
 
 
 @dataclass(frozen=True)

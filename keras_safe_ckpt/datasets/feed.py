@@ -18,6 +18,7 @@ from keras_safe_ckpt.datasets.rows import (
     checked_compression,
     checked_name,
     fitted,
+    is_empty_list,
 )
 from keras_safe_ckpt.storage.lock_backend import checked_timeout
 from keras_safe_ckpt.storage.paths import absolute
@@ -63,10 +64,14 @@ class Feed:
         line = line_to(self.path)
         with line.mutex:
             line.open()
-            if name not in line.known or compression is not None or checked:
+            if name not in line.known and is_empty_list(rows):
+                return  # What the others will be, it does not tell.
+            is_news = compression is not None and line.asked.get(name) != compression
+            if name not in line.known or checked or is_news:
                 # No row goes before it is known that all of them fit.
                 question = Message(name, array[:0], compression, checked, True, has_type)
                 line.known[name] = line.ask(question, self.timeout)
+                line.asked[name] = compression
             array = fitted(name, array, *line.known[name], has_type=has_type)
             for part in _pieces(array):
                 line.send(Message(name, part), self.timeout)

@@ -94,6 +94,8 @@ class FeedFolder:
             raise UnsafePathError(self.path, "it is a symbolic link, and a directory was expected")
         if hasattr(os, "geteuid") and status.st_uid != os.geteuid():
             raise UnsafePathError(self.path, "it belongs to another user")
+        if status.st_mode & 0o022:
+            raise UnsafePathError(self.path, "other users can write into it")
 
     def say_drained(self) -> None:
         """Durable: without it what is in the file now would be read once more."""

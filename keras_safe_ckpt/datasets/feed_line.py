@@ -36,10 +36,11 @@ class FeedLine:
     """Use it under its mutex. A forked child gets another one from `line_to`."""
 
     def __init__(self, target: Path) -> None:
-        self.pid = os.getpid()
         self.mutex = threading.RLock()
         #: The type and the shape of rows of each dataset that was asked for.
         self.known: dict[str, Kind] = {}
+        #: The compression that was asked for.
+        self.asked: dict[str, str | int | None] = {}
         self._target = target
         self._folder = FeedFolder(target)
         self._stream = ""
@@ -58,12 +59,15 @@ class FeedLine:
                 self._spool = SpoolWriter(self._folder.path, self._stream)
             except FileNotFoundError:
                 self._folder.raise_closed()
+            except OSError as error:
+                raise CheckpointWriteError(self._target, error) from error
             self._committed = self._heard = 0
 
     def drop(self) -> None:
         """The stream is over: its writer is."""
         spool, self._spool = self._spool, None
         self.known.clear()
+        self.asked.clear()
         if spool is not None:
             spool.rest()
 
@@ -83,8 +87,9 @@ class FeedLine:
         """
         spool = self._opened()
         self._folder.refuse_closed()
-        if spool.size - self._committed > _MOST_AHEAD_BYTES:
-            self._wait(lambda reply: spool.size - reply["committed"] <= _MOST_AHEAD_BYTES, timeout)
+        size = self._said(spool)
+        if size - self._committed > _MOST_AHEAD_BYTES:
+            self._wait(lambda reply: size - reply["committed"] <= _MOST_AHEAD_BYTES, timeout)
         try:
             spool.write(message)
         except FileNotFoundError:
@@ -93,10 +98,20 @@ class FeedLine:
             raise CheckpointWriteError(self._target, error) from error
         # Whoever closes looks through all streams after it has said so: what was written before
         # that is in the file.
-        size = spool.size
+        size = self._said(spool, _UNKNOWN)
         if self._folder.is_closed() or not spool.is_there():
             self._end(_UNKNOWN)
         return size
+
+    def _said(self, spool: SpoolWriter, more: str = "") -> int:
+        """How much was said in all; its file is made when that is asked first."""
+        try:
+            return spool.size
+        except FileNotFoundError:
+            self._end(more)
+        except OSError as error:
+            raise CheckpointWriteError(self._target, error) from error
+        raise AssertionError("_end raises")
 
     def ask(self, message: Message, timeout: float) -> Kind:
         """Send it, and wait for what the owner says to it: an error, or what the dataset is."""
@@ -170,15 +185,14 @@ class FeedLine:
             raise from_facts(facts)
 
 
-_lines: dict[Path, FeedLine] = {}
+#: By the process as well: a forked child has those of its parent in here. Their files are not
+#: closed: the numbers may mean others there by now.
+_lines: dict[tuple[int, Path], FeedLine] = {}
 
 
 def line_to(target: Path) -> FeedLine:
     """The one of this process."""
-    line = _lines.get(target)
-    if line is None:
-        line = _lines.setdefault(target, FeedLine(target))
-    if line.pid != os.getpid():
-        # That of the parent. Its files are not closed: the numbers may mean others here by now.
-        line = _lines[target] = FeedLine(target)
-    return line
+    key = (os.getpid(), target)
+    line = _lines.get(key)
+    # Two threads may come here at once, and both get the same one.
+    return line if line is not None else _lines.setdefault(key, FeedLine(target))

@@ -19,7 +19,7 @@ from typing import Any
 import h5py
 
 from keras_safe_ckpt.datasets.tables import Tables
-from keras_safe_ckpt.datasets.worker_files import interrupted_of, unfinished_of
+from keras_safe_ckpt.datasets.worker_files import interrupted_of, rows_in, unfinished_of
 from keras_safe_ckpt.errors import CheckpointWriteError, CorruptCheckpointError
 from keras_safe_ckpt.storage.atomic import sweep_orphans
 from keras_safe_ckpt.storage.journaled_file import JournaledFile, journal_of, recover
@@ -29,6 +29,8 @@ _log = logging.getLogger(__name__)
 
 #: Changes that wait in memory for a commit; with more of them there is one at once.
 _MOST_WAITING_BYTES = 64 << 20
+#: What h5py raises, and what comes out of it when there is no memory; these very types.
+_OF_HDF5 = (OSError, RuntimeError, ValueError, TypeError, KeyError, MemoryError, SystemError)
 
 
 class GrowingFile:
@@ -47,7 +49,7 @@ class GrowingFile:
         try:
             with self._translated(self._file):
                 self.h5 = self._opened("r+" if is_resumed else "w")
-            self.tables = Tables(self.h5)
+            self.tables = Tables(self.h5, self._in_hdf5)
         except BaseException:
             self._file.close()
             raise
@@ -120,6 +122,24 @@ class GrowingFile:
             _log.debug("%s: HDF5 does not let go of it: %s", self._work, error)
         self._file.close()
 
+    @contextlib.contextmanager
+    def _in_hdf5(self) -> Iterator[None]:
+        """Around what changes rows: if it does not come to its end, nothing more is written.
+
+        HDF5 may have half of it, and what comes later would be published with that.
+        """
+        try:
+            yield
+        except BaseException as error:
+            found = _interruption(error)
+            self._file.fail(found)
+            if found is not error:
+                raise found from error
+            if type(error) in _OF_HDF5:
+                cause = f"{type(error).__name__}: {error}"
+                raise CheckpointWriteError(self.target, cause) from error
+            raise
+
     def _opened(self, mode: str) -> h5py.File:
         try:
             return h5py.File(self._file, mode)
@@ -152,9 +172,9 @@ class GrowingFile:
         return False
 
     def _set_aside(self) -> None:
-        """The longest one of earlier lives stays."""
+        """Of earlier lives the one with the most rows stays; of equal ones the later."""
         aside = interrupted_of(self.target)
-        if not aside.exists() or aside.stat().st_size <= self._work.stat().st_size:
+        if not aside.exists() or _row_count(aside) <= _row_count(self._work):
             os.replace(self._work, aside)
             sync_directory(aside.parent)
 
@@ -166,20 +186,43 @@ class GrowingFile:
 
     @contextlib.contextmanager
     def _translated(self, file: JournaledFile | None) -> Iterator[None]:
-        """HDF5 wraps what the disk says into what it was doing."""
+        """What was kept from HDF5, or what it has wrapped into what it was doing."""
+        if file is not None and file.error is not None:
+            raise self._earlier(file.error) from file.error
         try:
             yield
+            if file is not None:
+                file.raise_error()
         except BaseException as error:
             if file is not None and not isinstance(error, Exception):
                 # Ctrl-C in the middle of HDF5: half of what was to be done, as if it were all.
                 file.fail(error)
                 raise
-            cause = error if file is None else file.error
-            if isinstance(cause, CheckpointWriteError):  # Of the journal.
-                cause = cause.__cause__
-            if isinstance(cause, OSError):
+            cause = _said_by_disk(error if file is None else file.error)
+            if cause is not None:
                 raise CheckpointWriteError(self.target, cause) from error
             raise
+
+    def _earlier(self, error: BaseException) -> CheckpointWriteError:
+        cause = _said_by_disk(error) or f"an earlier write did not come to its end ({error!r})"
+        return CheckpointWriteError(self.target, cause)
+
+
+def _said_by_disk(error: BaseException | None) -> OSError | None:
+    if isinstance(error, CheckpointWriteError):  # Of the journal.
+        error = error.__cause__
+    # What h5py says, or a signal handler of the user's, has no number.
+    return error if isinstance(error, OSError) and error.errno is not None else None
+
+
+def _interruption(error: BaseException) -> BaseException:
+    """The Ctrl-C that HDF5 has made a `SystemError` of, or the error itself."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if not isinstance(cause, Exception):
+            return cause
+        cause = cause.__cause__ or cause.__context__
+    return error
 
 
 _open_files: weakref.WeakSet[GrowingFile] = weakref.WeakSet()
@@ -195,6 +238,14 @@ def _let_go_of_all() -> None:
 def clear_journal(target: Path) -> None:
     """Under the lock: what a writer has left that was killed right after it has published."""
     _remove(journal_of(unfinished_of(target)))
+
+
+def _row_count(path: Path) -> int:
+    """In all datasets together. Not by its bytes: one may be compressed."""
+    try:
+        return sum(rows_in(path).values())
+    except CorruptCheckpointError:
+        return -1
 
 
 def _remove(path: Path) -> bool:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from keras_safe_ckpt.datasets.growing_file import GrowingFile
 from keras_safe_ckpt.datasets.rows import checked_attributes
+from keras_safe_ckpt.datasets.turns import Turn
 from keras_safe_ckpt.datasets.worker_files import checked_label, file_of
 from keras_safe_ckpt.storage.lock_backend import Locks
 from keras_safe_ckpt.storage.locks import chosen_locks
@@ -64,8 +64,7 @@ class WorkerH5Writer:
         make_directory(folder)
         self.path: Path = file_of(folder, label.worker)
         self.worker = label.worker
-        self._mutex = threading.RLock()
-        self._pid = os.getpid()
+        self._turn = Turn(self.path)
         self._is_open = False
         with contextlib.ExitStack() as stack:
             self._held = stack.enter_context(
@@ -97,7 +96,8 @@ class WorkerH5Writer:
             compression: None, "gzip", "lzf" or a level of gzip.
             attributes: of the dataset.
         """
-        with self._entered():
+        with self._turn.taken():
+            self._check_open()
             self._file.write(name, array, compression, attributes)
 
     def append(
@@ -113,25 +113,27 @@ class WorkerH5Writer:
         Arguments as for `write`. All rows have one shape: pad what has different lengths, or
         append the values to one dataset and the lengths to another.
         """
-        with self._entered():
+        with self._turn.taken():
+            self._check_open()
             self._file.append(name, rows, compression, attributes)
             if self._file.is_heavy:
                 self._file.flush()
 
     def rows(self, name: str) -> int:
         """How many rows of this name there are by now."""
-        with self._entered():
+        with self._turn.taken():
+            self._check_open()
             return self._file.tables.rows(name)
 
     def flush(self) -> None:
         """What was appended and written by now survives a crash, and a power cut."""
-        with self._entered():
+        with self._turn.taken():
+            self._check_open()
             self._file.flush()
 
     def close(self) -> None:
         """The file is whole: publish it. Nothing happens if that was done before."""
-        self._check_process()
-        with self._mutex:
+        with self._turn.taken():
             if not self._is_open:
                 return
             self._is_open = False
@@ -145,9 +147,9 @@ class WorkerH5Writer:
 
     def abandon(self) -> None:
         """Do not publish it; what was appended by now can be recovered."""
-        if self._pid != os.getpid():
+        if self._turn.is_of_parent:
             return
-        with self._mutex:
+        with self._turn.taken():
             if not self._is_open:
                 return
             self._is_open = False
@@ -168,18 +170,6 @@ class WorkerH5Writer:
         else:
             self.abandon()
 
-    @contextlib.contextmanager
-    def _entered(self) -> Iterator[None]:
-        self._check_process()
-        with self._mutex:
-            if not self._is_open:
-                raise ValueError(f"The writer of {str(self.path)!r} is closed.")
-            yield
-
-    def _check_process(self) -> None:
-        # Before the mutex, which a forked child may find taken, for ever.
-        if self._pid != os.getpid():
-            raise RuntimeError(
-                f"The writer of {str(self.path)!r} belongs to process {self._pid}; make one for "
-                f"each worker. This is process {os.getpid()}."
-            )
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise ValueError(f"The writer of {str(self.path)!r} is closed.")

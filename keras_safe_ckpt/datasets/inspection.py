@@ -23,6 +23,8 @@ _MOST_LEVELS = 64
 #: Deflate packs at most about 1,030 bytes into one; what claims more than that has no bytes.
 _MOST_BYTES_PER_BYTE = 1100
 _SPARE_BYTES = 64 << 20
+#: A chunk is in memory as a whole. Ours are much smaller.
+_MOST_CHUNK_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,10 @@ class FileFacts:
     datasets: dict[str, DatasetFacts]
     groups: dict[str, dict[str, Any]]
     identity: tuple[int, ...]
+    #: The bytes of this file and of those that its virtual datasets show.
+    size: int
+    #: Device and number of all of these.
+    inodes: frozenset[tuple[int, ...]]
 
     def check_unchanged(self) -> None:
         """Raise `MergeConflictError` if it is another file by now."""
@@ -89,6 +95,8 @@ class _Inspection:
         self._path = path
         self._seen = seen | {path.name}
         self._sources: dict[Path, FileFacts] = {}
+        #: Virtual datasets, and those of this file that they show.
+        self._within: dict[str, set[str]] = {}
         self._datasets: dict[str, DatasetFacts] = {}
         self._groups: dict[str, dict[str, Any]] = {}
         self._addresses: set[int] = set()
@@ -103,11 +111,15 @@ class _Inspection:
             identity = identity_of(self._path)
             try:
                 self._walk(file, "", 0)
+                self._check_sources_within()
             except (OSError, RuntimeError, KeyError, TypeError, ValueError) as error:
                 if isinstance(error, MergeConflictError):
                     raise
                 raise self._refused("/", f"it is damaged ({_first_line(error)})") from error
-        return FileFacts(self._path, self._datasets, self._groups, identity)
+        inodes = {identity[:2]}.union(*(source.inodes for source in self._sources.values()))
+        return FileFacts(
+            self._path, self._datasets, self._groups, identity, self._size, frozenset(inodes)
+        )
 
     def _refused(self, name: str, reason: str) -> MergeConflictError:
         return MergeConflictError(name, [str(self._path)], reason)
@@ -146,6 +158,12 @@ class _Inspection:
             raise self._refused(name, "a dataset without a shape")
         if dataset.is_virtual:
             self._check_sources(dataset, name)
+        chunk = count_of(dataset.chunks or ()) * dataset.dtype.itemsize
+        if dataset.chunks and chunk > _MOST_CHUNK_BYTES:
+            # HDF5 unpacks a whole one for each row.
+            raise self._refused(
+                name, f"a chunk of {chunk:,} bytes; at most {_MOST_CHUNK_BYTES:,} are taken"
+            )
         for part in _parts(dataset.dtype):
             if h5py.check_ref_dtype(part) is not None:
                 raise self._refused(
@@ -168,21 +186,37 @@ class _Inspection:
             file, source_name = (
                 text.replace("%%", "%") for text in (source.file_name, source.dset_name)
             )
-            if file == ".":
+            if file in (".", self._path.name):
+                # Looked at in the end, when it is certain that there are no links.
+                self._within.setdefault(name, set()).add(source_name.strip("/"))
                 continue
             if os.path.basename(file) != file or file in ("", ".."):
                 raise self._refused(name, f"a virtual source outside of its folder, {file!r}")
             if os.path.islink(self._path.parent / file):
                 raise self._refused(name, f"a virtual source that is a symbolic link, {file!r}")
-            if file not in self._seen:
-                source = self._path.parent / file
-                if source not in self._sources:
-                    self._sources[source] = _Inspection(source, self._seen).facts()
-                    self._size += os.path.getsize(source)
-                if source_name.strip("/") not in self._sources[source].datasets:
-                    raise self._refused(
-                        name, f"a virtual source that is not there, {source_name!r} in {file!r}"
-                    )
+            if file in self._seen or len(self._seen) > _MOST_LEVELS:
+                raise self._refused(name, f"virtual sources that lead on and on, to {file!r}")
+            other = self._path.parent / file
+            if other not in self._sources:
+                self._sources[other] = _Inspection(other, self._seen).facts()
+                self._size += self._sources[other].size
+            if source_name.strip("/") not in self._sources[other].datasets:
+                raise self._refused(
+                    name, f"a virtual source that is not there, {source_name!r} in {file!r}"
+                )
+
+    def _check_sources_within(self) -> None:
+        """HDF5 follows them as far as they lead, and crashes if that has no end."""
+        left = dict(self._within)
+        for name, sources in left.items():
+            for source in sources - set(self._datasets):
+                raise self._refused(name, f"a virtual source that is not there, {source!r}")
+        for _ in range(_MOST_LEVELS):
+            ends = [name for name, sources in left.items() if not sources & left.keys()]
+            for name in ends:
+                del left[name]
+        if left:
+            raise self._refused(min(left), "virtual sources that lead on and on, in this file")
 
     def _attributes(self, item: h5py.Group | h5py.Dataset, name: str) -> dict[str, Any]:
         found = {}

@@ -32,6 +32,8 @@ class Piece:
     path: Path
     start: int
     length: int
+    #: What all its texts can have at most: they are in the file, and not packed.
+    most_text_bytes: int
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ def _copy_piece(
         return
     with opened(piece.path) as file:
         source = file[name]
-        start, rows = 0, _block_rows(joined, source)
+        start, rows, text_bytes = 0, _block_rows(joined, source), 0
         while start < piece.length:
             count = min(rows, piece.length - start)
             block = source[_along(joined, start, count)]
@@ -141,13 +143,24 @@ def _copy_piece(
             advance(block.nbytes)
             start += count
             if block.dtype.kind == "O":
+                text_bytes += _text_bytes(block)
+                _check_texts(name, piece, text_bytes)
                 rows = _next_texts(rows, block)
+
+
+def _check_texts(name: str, piece: Piece, text_bytes: int) -> None:
+    """Any number of rows can show the same text: a small file becomes as large as one likes."""
+    if text_bytes > piece.most_text_bytes:
+        raise MergeConflictError(
+            name, [str(piece.path)], f"its texts have more bytes than the file ({text_bytes:,})"
+        )
 
 
 def _copy_sorted(
     out: h5py.Dataset, name: str, joined: Joined, order: SortedRows, advance: Advance
 ) -> None:
     start, step = 0, _block_rows(joined, out)
+    text_bytes = [0] * len(joined.pieces)
     while start < len(order.piece):
         pieces, rows = order.piece[start : start + step], order.row[start : start + step]
         block = np.empty((len(rows), *joined.shape[1:]), joined.facts.dtype)
@@ -155,6 +168,9 @@ def _copy_sorted(
             here = np.flatnonzero(pieces == number)
             with opened(joined.pieces[number].path) as file:
                 _gather(file[name], rows[here], block, here)
+            if block.dtype.kind == "O":
+                text_bytes[number] += _text_bytes(block[here])
+                _check_texts(name, joined.pieces[number], text_bytes[number])
         out[start : start + len(rows)] = block
         advance(block.nbytes)
         start += len(rows)

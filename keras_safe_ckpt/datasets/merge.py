@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -27,10 +28,13 @@ from keras_safe_ckpt.errors import (
     SafeCheckpointError,
 )
 from keras_safe_ckpt.storage.atomic import StagedFile, sweep_orphans
+from keras_safe_ckpt.storage.journaled_file import JournaledFile
 from keras_safe_ckpt.storage.paths import absolute
 from keras_safe_ckpt.storage.room import ensure_room
 
 _HOW = ("concat", "virtual")
+#: Texts count as one byte at least, also empty ones.
+_SPARE_TEXT_BYTES = 16 << 20
 SortKey = str | Callable[[Path], Any]
 
 
@@ -92,10 +96,22 @@ def merge_worker_files(
         raise MergeConflictError("/", [str(target)], "it is one of the files to be merged")
     expected = checked_workers(workers)
     facts = in_order(paths, expected, sort_key if callable(sort_key) else None)
+    _refuse_source(target, facts)
     joined = _joined(facts, axis)
     order = SortedRows.of(joined, sort_key, facts) if isinstance(sort_key, str) else None
     _write(target, facts, joined, how, order)
     return target
+
+
+def _refuse_source(target: Path, files: Sequence[FileFacts]) -> None:
+    """By the file, not by its name: there may be a link to it, or a virtual dataset shows it."""
+    if target.exists():
+        status = target.stat()
+        for file in files:
+            if (status.st_dev, status.st_ino) in file.inodes:
+                raise MergeConflictError(
+                    "/", [str(target), str(file.path)], "the rows to be merged are in it"
+                )
 
 
 def _joined(files: Sequence[FileFacts], axis: int) -> dict[str, Joined]:
@@ -130,7 +146,7 @@ def _joined_dataset(name: str, files: Sequence[FileFacts], axis: int) -> Joined:
         found = file.datasets[name]
         _compare(name, first, file, model, found, along)
         length = found.shape[along] if rank else 0
-        pieces.append(Piece(file.path, start, length))
+        pieces.append(Piece(file.path, start, length, file.size + _SPARE_TEXT_BYTES))
         start += length
     if not rank:
         _check_single(name, files)
@@ -216,15 +232,25 @@ def _write(
     with StagedFile(target) as staged:
         sweep_orphans(target.parent)
         try:
-            # Not locked by HDF5: the temporary file is claimed by its owner.
-            with h5py.File(staged.temp_path, "w", locking=False) as out:
-                _put_groups(out, files)
-                with Progress(f"Merging {len(files)} files", total) as progress:
+            # HDF5 crashes if it cannot write a text: this file keeps the error from it. Nothing is
+            # ever committed here, so that all of it is written at once.
+            with contextlib.closing(JournaledFile(staged.temp_path)) as file:
+                with (
+                    h5py.File(file, "w") as out,
+                    Progress(f"Merging {len(files)} files", total) as progress,
+                ):
+                    _put_groups(out, files)
+
+                    def advance(count: int) -> None:
+                        file.raise_error()
+                        progress.advance(count)
+
                     for name, one in joined.items():
                         if how == "virtual" and one.shape:
                             link(out, name, one, target.parent)
                         else:
-                            copy(out, name, one, order, progress.advance)
+                            copy(out, name, one, order, advance)
+                file.raise_error()
         except (OSError, RuntimeError, TypeError, ValueError, KeyError) as error:
             _check_unchanged(files)
             raise _translated(error, target, files) from error

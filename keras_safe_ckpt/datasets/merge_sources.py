@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from keras_safe_ckpt.datasets.inspection import FileFacts, inspect, opened
-from keras_safe_ckpt.datasets.worker_files import Label, target_of_unfinished, worker_of
+from keras_safe_ckpt.datasets.worker_files import (
+    Label,
+    is_whole_number,
+    target_of_unfinished,
+    worker_of,
+)
 from keras_safe_ckpt.errors import CheckpointNotFoundError, MergeConflictError
 from keras_safe_ckpt.storage.paths import absolute
 
@@ -27,6 +32,10 @@ class _Source:
 
 def given_paths(given: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[Path]:
     if not isinstance(given, (str, os.PathLike)):
+        if not isinstance(given, Iterable):
+            raise TypeError(
+                f"directory_or_files: expected a directory, or several files. Received: {given!r}"
+            )
         paths = [absolute(path) for path in given]
         if not paths:
             raise ValueError("directory_or_files: expected at least one file. Received: none")
@@ -55,17 +64,19 @@ def given_paths(given: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
     return paths
 
 
-def checked_workers(workers: int | Iterable[int] | None) -> Sequence[int] | None:
+def checked_workers(workers: Any) -> Sequence[int] | None:
     if workers is None:
         return None
-    numbers = range(workers) if isinstance(workers, int) else sorted(set(workers))
-    # Of a range only the ends are looked at: it may be long, and nothing is there.
-    looked_at = (numbers.start, numbers.stop) if isinstance(numbers, range) else numbers
-    if (
-        isinstance(workers, bool)
-        or not numbers
-        or not all(isinstance(number, int) and number >= 0 for number in looked_at)
-    ):
+    numbers: Sequence[int] = []
+    if is_whole_number(workers):
+        numbers = range(int(workers))
+    elif isinstance(workers, range):
+        numbers = workers  # It may be long, and nothing of it is looked at.
+    elif isinstance(workers, Iterable):
+        given = list(workers)
+        if all(map(is_whole_number, given)):
+            numbers = sorted(set(map(int, given)))
+    if not numbers or numbers[0] < 0 or numbers[-1] < 0:
         raise ValueError(
             f"workers: expected how many there are, or their numbers. Received: {workers!r}"
         )

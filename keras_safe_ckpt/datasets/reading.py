@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,9 @@ def locked_tfrecord_dataset(
     for file in files:
         with reading(file, locks):
             ensure_compression(file, kind)
-    chosen, by_records = _share(files, shard)
+    # By name: the readers may have got their lists in different orders.
+    rank_of = {file: rank for rank, file in enumerate(sorted(files))}
+    chosen, by_records = _share(files, rank_of, shard)
 
     def held(names: Iterable[bytes]) -> Iterator[bytes]:
         """Each file, locked until the next one is asked for, or until nobody wants the rest."""
@@ -91,7 +93,7 @@ def locked_tfrecord_dataset(
     names = [os.fsencode(file) for file in chosen]
     if num_parallel_reads is None and by_records is None:
         return records_of(names)
-    ranks = tf.constant([_rank(file, files) for file in chosen], tf.int64)
+    ranks = tf.constant([rank_of[file] for file in chosen], tf.int64)
     numbered = tf.data.Dataset.from_tensor_slices((names, ranks))
     if num_parallel_reads is None:
         return numbered.flat_map(part_of)
@@ -101,7 +103,7 @@ def locked_tfrecord_dataset(
 
 
 def _share(
-    files: list[Path], shard: tuple[int, int] | None
+    files: list[Path], rank_of: Mapping[Path, int], shard: tuple[int, int] | None
 ) -> tuple[list[Path], tuple[int, int] | None]:
     """The files of this reader; or all of them, and how to share the records."""
     if shard is None:
@@ -116,12 +118,7 @@ def _share(
     if count > len(files):
         _log.info("%d files for %d readers: they share the records instead", len(files), count)
         return files, (count, index)
-    return [file for file in files if _rank(file, files) % count == index], None
-
-
-def _rank(file: Path, files: list[Path]) -> int:
-    """By its name: the readers may have got their lists in different orders."""
-    return sorted(files).index(file)
+    return [file for file in files if rank_of[file] % count == index], None
 
 
 def _check_count(name: str, value: object, *others: int) -> None:

@@ -13,6 +13,8 @@ PLAIN_KINDS = "biufc"
 #: Names in a file that are our own.
 RESERVED = "keras_safe_ckpt"
 
+_MOST_DIMENSIONS = 32
+
 Array = np.ndarray[Any, Any]
 
 
@@ -46,12 +48,22 @@ def as_array(name: str, values: Any) -> Array:
     """``values`` as an array that HDF5 can hold; text as an array of objects."""
     if hasattr(values, "to_tensor") and hasattr(values, "row_splits"):  # tf.RaggedTensor
         raise _ragged(name, "a ragged tensor")
+    if np.ma.is_masked(values):
+        raise TypeError(
+            f"{name!r}: expected numbers, booleans or text. Received: an array with a mask, which "
+            "HDF5 does not have; fill it (.filled(value)), or append the mask to another dataset"
+        )
     try:
         array = np.asarray(values)
     except ValueError as error:
         if "inhomogeneous" in str(error):
             raise _ragged(name, _lengths(values)) from None
         raise
+    if array.ndim > _MOST_DIMENSIONS:
+        raise ValueError(
+            f"{name!r}: expected at most {_MOST_DIMENSIONS} dimensions, as HDF5 has. Received: "
+            f"{array.ndim}"
+        )
     if array.dtype.kind in "USO":
         return _as_text(name, array, values)
     if array.dtype.kind not in PLAIN_KINDS or array.dtype.type.__module__ != "numpy":
@@ -61,6 +73,15 @@ def as_array(name: str, values: Any) -> Array:
             ".astype('float32'))"
         )
     return array
+
+
+def is_empty_list(values: Any, has_type: bool | None = None) -> bool:
+    """No rows, of no type and no shape: nothing that a dataset could be made of.
+
+    ``has_type``: see `fitted`; None looks at ``values``.
+    """
+    typed = hasattr(values, "dtype") if has_type is None else has_type
+    return not typed and isinstance(values, (list, tuple)) and not values
 
 
 def as_rows(name: str, values: Any) -> Array:
@@ -115,6 +136,8 @@ def described(dtype: np.dtype[Any]) -> str:
 def checked_attributes(attributes: Mapping[str, Any] | None) -> dict[str, Any]:
     """Attributes as they will be read again, or an error that names the one."""
     checked: dict[str, Any] = {}
+    if not isinstance(attributes, Mapping | None):
+        raise TypeError(f"attributes: expected names and values. Received: {_shown(attributes)}")
     for key, value in (attributes or {}).items():
         if not isinstance(key, str) or not key or "\0" in key or not _is_short(key):
             raise ValueError(f"attributes: expected names as text. Received: {_shown(key)}")
@@ -135,6 +158,11 @@ def checked_attributes(attributes: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _holds(cast: Array, rows: Array) -> bool:
     """Whether it is the same, but for the rounding of numbers that are not whole anyway."""
+    if rows.dtype.kind in "iu" and cast.dtype.kind in "fc":
+        # Not compared as they are: NumPy makes floats of both, and large ones are the same then.
+        whole, limit = cast.real, 2.0 ** (8 * rows.itemsize - (rows.dtype.kind == "i"))
+        with np.errstate(invalid="ignore"):
+            return bool((whole < limit).all() and np.array_equal(whole.astype(rows.dtype), rows))
     if rows.dtype.kind in "iub" or cast.dtype.kind in "iub":
         return bool(np.array_equal(cast, rows))
     return bool(np.array_equal(np.isfinite(cast), np.isfinite(rows)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -58,11 +59,7 @@ def found_files(
     if not allow_missing_shards:
         check_complete(found)
     found = [resolved(path) for path in found]
-    twice = (
-        sorted({str(path) for path in found if found.count(path) > 1})
-        if len(set(found)) < len(found)
-        else []
-    )
+    twice = sorted(str(path) for path, count in Counter(found).items() if count > 1)
     if twice:
         raise ValueError(f"paths: expected each file once. Received twice: {', '.join(twice)}")
     for path in found:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import h5py
@@ -18,6 +19,7 @@ from keras_safe_ckpt.datasets.rows import (
     checked_compression,
     checked_name,
     fitted,
+    is_empty_list,
     is_text,
 )
 
@@ -30,11 +32,16 @@ _MOST_ROW_BYTES = 2 << 30
 _TEXT_CHUNK_ROWS = 1024
 
 
+#: Around what changes rows in the file: it is done whole, or the file is not written any more.
+Whole = Callable[[], AbstractContextManager[None]]
+
+
 class Tables:
     """The datasets of one open file."""
 
-    def __init__(self, file: h5py.File) -> None:
+    def __init__(self, file: h5py.File, whole: Whole = nullcontext) -> None:
         self._file = file
+        self._whole = whole
         self._tables: dict[str, _Table] = {}
 
     def append(
@@ -53,6 +60,8 @@ class Tables:
         checked = checked_attributes(attributes) if attributes else None
         table = self._tables.get(name)
         if table is None:
+            if self._says_nothing(name, rows, has_type):
+                return
             table = self._opened(checked_name(name), rows, compression)
         elif compression is not None:
             table.check_compression(checked_compression(compression))
@@ -60,7 +69,8 @@ class Tables:
         # Before the rows: what HDF5 refuses here must not leave rows behind.
         if checked:
             table.dataset.attrs.update(checked)
-        table.append(array)
+        with self._whole():
+            table.append(array)
 
     def write(
         self,
@@ -77,13 +87,20 @@ class Tables:
         if compression is not None and (array.ndim == 0 or array.size == 0):
             compression = None  # There is nothing to compress, and HDF5 has no chunks for it.
         dtype = h5py.string_dtype() if is_text(array.dtype) else array.dtype
-        dataset = self._file.create_dataset(name, data=array, dtype=dtype, compression=compression)
-        dataset.attrs.update(checked)
+        dataset = self._file.create_dataset(name, array.shape, dtype, compression=compression)
+        try:
+            dataset.attrs.update(checked)
+        except Exception:
+            del self._file[name]  # Else there were zeros that nobody wrote.
+            raise
+        if array.size:
+            with self._whole():
+                dataset[()] = array
 
-    def kind_of(self, name: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
-        """The type and the shape of the rows of a dataset that was appended to."""
-        dataset = self._tables[name].dataset
-        return dataset.dtype, dataset.shape[1:]
+    def kind_of(self, name: str) -> tuple[np.dtype[Any], tuple[int, ...]] | None:
+        """The type and the shape of the rows of a dataset, if it is there."""
+        dataset = self._tables[name].dataset if name in self._tables else self._found(name)
+        return (dataset.dtype, dataset.shape[1:]) if isinstance(dataset, h5py.Dataset) else None
 
     def rows(self, name: str) -> int:
         """How many rows a dataset has, those included that wait for their chunk to be full."""
@@ -94,19 +111,31 @@ class Tables:
 
     def flush(self) -> None:
         """Let everything be in the file."""
-        for table in self._tables.values():
-            table.flush()
-        self._file.flush()
+        with self._whole():
+            for table in self._tables.values():
+                table.flush()
+            self._file.flush()
+
+    def _says_nothing(self, name: str, rows: Any, has_type: bool | None) -> bool:
+        """An empty list as the first rows: what the others will be, it does not tell."""
+        return is_empty_list(rows, has_type) and self._found(checked_name(name)) is None
+
+    def _found(self, name: str) -> Any:
+        """What has this name by now, if anything."""
+        try:
+            return self._file.get(name)
+        except (OSError, RuntimeError, KeyError, ValueError) as error:
+            raise ValueError(f"{name!r}: expected a dataset. It cannot be read: {error}") from error
 
     def _opened(self, name: str, rows: Any, compression: str | int | None) -> _Table:
         compression = checked_compression(compression)
-        found = self._file.get(name)
+        found = self._found(name)
         if found is None:
             array = as_rows(name, rows)
             self._refuse_taken(name)
             table = _Table(name, _created(self._file, name, array, compression))
         else:
-            if not isinstance(found, h5py.Dataset) or not found.maxshape or found.maxshape[0]:
+            if not isinstance(found, h5py.Dataset) or not found.chunks or found.maxshape[0]:
                 raise ValueError(
                     f"{name!r}: expected a dataset that grows. Received: a name that was used for "
                     "something else (a group, or an array that was written whole)"
@@ -126,7 +155,7 @@ class Tables:
         parts = name.split("/")
         for count in range(1, len(parts) + 1):
             prefix = "/".join(parts[:count])
-            found = self._file.get(prefix)
+            found = self._found(prefix)
             if found is not None and (count == len(parts) or isinstance(found, h5py.Dataset)):
                 kind = "dataset" if isinstance(found, h5py.Dataset) else "group"
                 raise ValueError(f"{name!r}: expected a new name. There is a {kind} {prefix!r}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +24,7 @@ from keras_safe_ckpt.datasets.record_format import (
     checked_record,
 )
 from keras_safe_ckpt.datasets.shards import shard_path
+from keras_safe_ckpt.datasets.turns import Turn
 from keras_safe_ckpt.errors import CheckpointWriteError, CorruptCheckpointError
 from keras_safe_ckpt.storage.atomic import StagedFile, sweep_orphans
 from keras_safe_ckpt.storage.checksum import extended
@@ -55,15 +55,13 @@ class _RecordWriter:
                 f"compression_level: expected a whole number from -1 to 9. Received: {level!r}"
             )
         self._level = level
-        self._mutex = threading.RLock()
-        self._pid = os.getpid()
+        self._turn = Turn(path)
         self._is_open = True
 
     def write(self, record: Any) -> None:
         """Add a record: bytes, or a message such as ``tf.train.Example``."""
         data = checked_record(record)
-        self._check_process()  # First: a forked child may find the mutex taken, for ever.
-        with self._mutex:
+        with self._turn.taken():
             self._check_open()
             self._add(data)
 
@@ -97,13 +95,6 @@ class _RecordWriter:
         if not self._is_open:
             raise ValueError(f"The writer of {str(self.path)!r} is closed.")
 
-    def _check_process(self) -> None:
-        if self._pid != os.getpid():
-            raise RuntimeError(
-                f"The writer of {str(self.path)!r} belongs to process {self._pid}; make one in "
-                f"each process. This is process {os.getpid()}."
-            )
-
 
 class RecordFileWriter(_RecordWriter):
     """Writes one file that others see when it is whole, and its count."""
@@ -115,9 +106,11 @@ class RecordFileWriter(_RecordWriter):
         compression_type: str | None = "",
         compression_level: int = -1,
         locks: Locks | None = None,
+        sweeps: bool = True,
     ) -> None:
         super().__init__(path, compression_type, compression_level)
         self._locks = chosen_locks(locks)
+        self._sweeps = sweeps
         self._encoder = self._new_encoder()
         #: How many were written by now.
         self.records = 0
@@ -128,14 +121,14 @@ class RecordFileWriter(_RecordWriter):
 
     def close(self) -> None:
         """The file is whole: publish it. Nothing happens if that was done before."""
-        self._check_process()
-        with self._mutex:
-            self.finish()
+        with self._turn.taken():
+            self._finish()
             if not self._is_open:
                 return
             content = Content(self._staged.size, self.records, self._checksum)
             with self._kept_whole(), self._locks.exclusive(self.path) as held:
-                sweep_orphans(self.path.parent)
+                if self._sweeps:
+                    sweep_orphans(self.path.parent)
                 # Also after a crash in between one of the two is what the file is.
                 note(self.path, [*self._former(), content], held)
                 held.ensure_held()
@@ -146,16 +139,19 @@ class RecordFileWriter(_RecordWriter):
 
     def finish(self) -> None:
         """Everything is on the disk, and nobody sees it yet: for files that belong together."""
-        with self._mutex:
-            if self._failure is not None:
-                raise CheckpointWriteError(
-                    self.path, f"an earlier write did not come to its end ({self._failure!r})"
-                )
-            if self._is_open and not self._is_finished:
-                with self._kept_whole():
-                    self._spill(end=True)
-                    self._staged.sync()
-                    self._is_finished = True
+        with self._turn.taken():
+            self._finish()
+
+    def _finish(self) -> None:
+        if self._failure is not None:
+            raise CheckpointWriteError(
+                self.path, f"an earlier write did not come to its end ({self._failure!r})"
+            )
+        if self._is_open and not self._is_finished:
+            with self._kept_whole():
+                self._spill(end=True)
+                self._staged.sync()
+                self._is_finished = True
 
     def _former(self) -> list[Content]:
         """What is there now, and what is known of it."""
@@ -187,17 +183,19 @@ class RecordFileWriter(_RecordWriter):
         try:
             yield
         except BaseException as error:
-            self._give_up()
+            self._roll_back()
             self._failure = error
             raise
 
     def _give_up(self) -> None:
-        if self._pid != os.getpid():
-            return
-        with self._mutex:
-            if self._is_open:
-                self._is_open = False
-                self._staged.rollback()
+        if not self._turn.is_of_parent:
+            with self._turn.taken():
+                self._roll_back()
+
+    def _roll_back(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._staged.rollback()
 
 
 class TFRecordShardWriter(RecordFileWriter):
@@ -286,23 +284,12 @@ class LockedTFRecordWriter(_RecordWriter):
         sweep_orphans(self.path.parent)
         #: What could not be appended yet; the last one takes what comes.
         self._groups = [Group(self._new_encoder())]
-        self._is_flushing = False
 
     def flush(self) -> None:
         """What was written by now is in the file, durable. After an error, call it again."""
-        self._check_process()
-        with self._mutex:
+        with self._turn.taken():
             self._check_open()
-            if self._is_flushing:
-                raise RuntimeError(
-                    f"{str(self.path)!r} is being appended to by this very thread: a signal "
-                    "handler cannot do that as well. Let it set a flag instead."
-                )
-            self._is_flushing = True
-            try:
-                self._append_groups()
-            finally:
-                self._is_flushing = False
+            self._append_groups()
 
     def _append_groups(self) -> None:
         if self._groups[-1].encoder.waiting_records:
@@ -315,18 +302,17 @@ class LockedTFRecordWriter(_RecordWriter):
 
     def close(self) -> None:
         """Append what waits. Nothing happens if that was done before."""
-        self._check_process()
-        with self._mutex:
+        with self._turn.taken():
             if self._is_open:
-                self.flush()
+                self._append_groups()
                 self._is_open = False
 
     def _add(self, data: bytes) -> None:
         self._groups[-1].encoder.add(data)
         if self._groups[-1].encoder.waiting_bytes >= _BLOCK_BYTES:
-            self.flush()
+            self._append_groups()
 
     def _give_up(self) -> None:
         # What was written before the error is as good as without it.
-        if self._pid == os.getpid():
+        if not self._turn.is_of_parent:
             self.close()

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import h5py
-
-from keras_safe_ckpt.datasets.worker_files import target_of_unfinished
+from keras_safe_ckpt.datasets.feed_folder import FeedFolder
+from keras_safe_ckpt.datasets.spool import streams_in
+from keras_safe_ckpt.datasets.worker_files import rows_in, target_of_unfinished
 from keras_safe_ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     LockTimeoutError,
+    SafeCheckpointError,
 )
 from keras_safe_ckpt.storage.atomic import StagedFile
 from keras_safe_ckpt.storage.journaled_file import recover
 from keras_safe_ckpt.storage.locks import LockManager
 from keras_safe_ckpt.storage.paths import absolute
-
-_log = logging.getLogger(__name__)
 
 _BLOCK_BYTES = 8 << 20
 
@@ -30,7 +28,9 @@ class Unfinished:
     """One file that was not published.
 
     ``rows`` are those up to the last flush, by dataset. ``holder`` says who writes it, if somebody
-    does; then nothing is known of its rows.
+    does; then nothing is known of its rows. ``damage`` says why it cannot be read.
+    ``has_waiting_rows``: feeders of a `CentralH5Writer` have appended others, which the next one
+    takes.
     """
 
     path: Path
@@ -38,10 +38,8 @@ class Unfinished:
     size: int
     rows: dict[str, int]
     holder: str = ""
-
-    @property
-    def is_usable(self) -> bool:
-        return not self.holder and bool(self.rows)
+    damage: str = ""
+    has_waiting_rows: bool = False
 
 
 def find_unfinished(directory: str | os.PathLike[str]) -> list[Unfinished]:
@@ -64,6 +62,11 @@ def rescue(path: Path, out: str | os.PathLike[str]) -> Path:
     if target is None or not _is_regular(path):
         raise CheckpointNotFoundError(path, "expected an unfinished file", what="data")
     goal = absolute(out)
+    if _has_waiting_rows(target):
+        raise SafeCheckpointError(
+            f"Rows that were appended for {str(target)!r} wait beside it and would be left out: "
+            "let a CentralH5Writer of this path take them (make one, and close it)."
+        )
     with LockManager(timeout=0).exclusive(target):
         if not _is_recovered(path):
             raise CheckpointNotFoundError(
@@ -78,35 +81,29 @@ def rescue(path: Path, out: str | os.PathLike[str]) -> Path:
 
 
 def _looked_at(path: Path, target: Path) -> Unfinished:
+    rows: dict[str, int] = {}
+    damage = ""
     try:
         with LockManager(timeout=0).exclusive(target):
-            rows = _rows(path) if _is_recovered(path) else {}
+            if _is_recovered(path):
+                rows = rows_in(path)
     except LockTimeoutError as busy:
         return Unfinished(path, target, path.stat().st_size, {}, busy.holder)
     except CorruptCheckpointError as error:
-        _log.warning("%s", error)
-        rows = {}
-    return Unfinished(path, target, path.stat().st_size, rows)
+        damage = error.reason
+    size, waiting = path.stat().st_size, _has_waiting_rows(target)
+    return Unfinished(path, target, size, rows, damage=damage, has_waiting_rows=waiting)
+
+
+def _has_waiting_rows(target: Path) -> bool:
+    """Whether there are streams that nobody has read to the end and removed."""
+    folder = FeedFolder(target)
+    return not folder.has("drained") and bool(streams_in(folder.path))
 
 
 def _is_recovered(path: Path) -> bool:
     """Make it a whole file; one that was set aside is one."""
     return path.name.endswith(".interrupted") or recover(path) is not None
-
-
-def _rows(path: Path) -> dict[str, int]:
-    found: dict[str, int] = {}
-
-    def visit(name: str, item: object) -> None:
-        if isinstance(item, h5py.Dataset):
-            found[name] = int(item.shape[0]) if item.shape else 1
-
-    try:
-        with h5py.File(path, "r") as file:
-            file.visititems(visit)
-    except OSError as error:
-        raise CorruptCheckpointError(path, f"it is not an HDF5 file ({error})") from error
-    return found
 
 
 def _is_regular(path: Path) -> bool:

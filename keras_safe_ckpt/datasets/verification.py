@@ -24,7 +24,7 @@ from keras_safe_ckpt.datasets.record_format import (
 from keras_safe_ckpt.datasets.scanning import bad_record, opened, scan
 from keras_safe_ckpt.datasets.shards import shard_path
 from keras_safe_ckpt.datasets.shared_reading import reading, resolved
-from keras_safe_ckpt.datasets.tfrecord import RecordFileWriter, TFRecordShardWriter
+from keras_safe_ckpt.datasets.tfrecord import RecordFileWriter
 from keras_safe_ckpt.errors import CorruptRecordError
 from keras_safe_ckpt.storage.lock_backend import Locks
 from keras_safe_ckpt.storage.locks import chosen_locks
@@ -149,6 +149,9 @@ def split_tfrecord(
     source = resolved(path)
     kind = None if compression_type is None else checked_compression_type(compression_type)
     shard_path(prefix, 0, num_shards)  # An error in the arguments comes before any work.
+    shards = [absolute(shard_path(prefix, shard, num_shards)) for shard in range(num_shards)]
+    if source in shards:
+        raise ValueError(f"prefix: expected other names than that of {path!r}.")
     locks = chosen_locks(locks)
     with ExitStack() as stack:
         stack.enter_context(reading(source, locks))
@@ -156,14 +159,13 @@ def split_tfrecord(
         kind = compression_of(file) if kind is None else kind
         size = os.fstat(file.fileno()).st_size
         progress = stack.enter_context(Progress(f"Splitting {source.name}", size))
+        # Swept once: each looks at all temporary files, and there are as many as shards.
         writers = [
             stack.enter_context(
-                TFRecordShardWriter(prefix, shard, num_shards, compression_type=kind, locks=locks)
+                RecordFileWriter(path, compression_type=kind, locks=locks, sweeps=not shard)
             )
-            for shard in range(num_shards)
+            for shard, path in enumerate(shards)
         ]
-        if source in [writer.path for writer in writers]:
-            raise ValueError(f"prefix: expected other names than that of {path!r}.")
         number = done = 0
         try:
             for offset, record in records_in(file, kind):

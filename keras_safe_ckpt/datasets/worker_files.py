@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import h5py
 
 from keras_safe_ckpt.cluster.roles import role_from_environment, role_under
 from keras_safe_ckpt.datasets.rows import RESERVED
+from keras_safe_ckpt.errors import CorruptCheckpointError
 
 _NAME = re.compile(r"worker-(\d{5,})\.h5")
 _UNFINISHED = re.compile(r"\.(.+)\.(unfinished|interrupted)")
@@ -73,6 +75,22 @@ def target_of_unfinished(path: Path) -> Path | None:
     return None if match is None else path.with_name(match[1])
 
 
+def rows_in(path: Path) -> dict[str, int]:
+    """How many rows each dataset of a file has."""
+    found: dict[str, int] = {}
+
+    def visit(name: str, item: object) -> None:
+        if isinstance(item, h5py.Dataset):
+            found[name] = int(item.shape[0]) if item.shape else 1
+
+    try:
+        with h5py.File(path, "r") as file:
+            file.visititems(visit)
+    except (OSError, RuntimeError, KeyError, ValueError) as error:
+        raise CorruptCheckpointError(path, f"it is not a whole HDF5 file ({error})") from error
+    return found
+
+
 def this_worker() -> Label:
     """By the strategy in whose scope this is called, else by the launcher's variables."""
     tf = sys.modules.get("tensorflow")
@@ -89,14 +107,19 @@ def checked_label(worker: Any, workers: Any) -> Label:
         raise ValueError(f"workers: expected a number of workers, or None. Received: {workers!r}")
     if worker is None:
         found = this_worker()
-        return Label(found.worker, workers or found.workers)
+        return Label(found.worker, found.workers if workers is None else int(workers))
     if not _is_count(worker) or (workers is not None and worker >= workers):
         below = "" if workers is None else f" below workers={workers}"
         raise ValueError(
             f"worker: expected a whole number from 0{below}, or None. Received: {worker!r}"
         )
-    return Label(worker, workers)
+    return Label(int(worker), None if workers is None else int(workers))
+
+
+def is_whole_number(value: Any) -> bool:
+    """NumPy's as well; True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return is_whole_number(value) and value >= 0

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import xxhash
 
+from keras_safe_ckpt.errors import CorruptCheckpointError
 from keras_safe_ckpt.storage.atomic import write_atomically
 from keras_safe_ckpt.storage.block_writer import write_all
 from keras_safe_ckpt.storage.early_sync import EarlySync
@@ -42,9 +43,10 @@ def journal_of(path: Path) -> Path:
 class JournaledFile:
     """Has the methods of a Python file that h5py wants, and `commit`.
 
-    The first error in here, Ctrl-C included, is kept in ``error``; nothing is written after that,
-    so that whoever writes can come to an end and let go of the file. The same in a forked child,
-    which has the file of its parent.
+    The first error in writing, Ctrl-C included, is kept in ``error`` rather than raised: HDF5 does
+    not survive a write that fails (of texts it crashes). Nothing is written after that, so that
+    whoever writes can come to an end and let go of the file. The same in a forked child, which has
+    the file of its parent. `commit` raises the error; look for it before that.
     """
 
     def __init__(self, path: Path) -> None:
@@ -98,9 +100,8 @@ class JournaledFile:
                     self._change(view[:inside])
                 if inside < size:
                     self._append(view[inside:], self._position + inside)
-            except BaseException as error:
-                self.error = error
-                raise
+            except BaseException as error:  # noqa: BLE001  # kept
+                self.fail(error)
         self._position += size
         self._size = max(self._size, self._position)
         return size
@@ -120,7 +121,7 @@ class JournaledFile:
 
         ``note`` is kept with it, and is what `recover` returns.
         """
-        self._raise_error()
+        self.raise_error()
         try:
             self._set_size()
             self._early_sync.finish()
@@ -154,6 +155,11 @@ class JournaledFile:
         if self.error is None:
             self.error = error
 
+    def raise_error(self) -> None:
+        """If there is one by now."""
+        if self.error is not None:
+            raise self.error
+
     def close(self) -> None:
         """Let go of the file; it is as it was committed when it is recovered."""
         descriptor, self._descriptor = self._descriptor, -1
@@ -162,10 +168,6 @@ class JournaledFile:
                 with contextlib.suppress(OSError):  # Of what nobody will commit any more.
                     self._early_sync.finish()
             os.close(descriptor)
-
-    def _raise_error(self) -> None:
-        if self.error is not None:
-            raise self.error
 
     def _journal(self, note: bytes) -> bytes:
         pages = b"".join(
@@ -217,10 +219,12 @@ class JournaledFile:
 def recover(path: Path) -> bytes | None:
     """Make a file whose writer is gone what it was at its last commit, and return the note of that.
 
-    None if there was no commit: then there is nothing to be had.
+    None if there was no commit: then there is nothing to be had. `CorruptCheckpointError` if it
+    cannot be told any more what was committed; then nothing is changed.
     """
-    found = _read_journal(path)
-    if found is None or not path.exists():
+    # A link was not made by a writer: it is nothing, whatever it leads to.
+    found = _read_journal(path) if path.exists() and not path.is_symlink() else None
+    if found is None:
         return None
     size, note, pages = found
     descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -237,27 +241,37 @@ def recover(path: Path) -> bytes | None:
 
 
 def _read_journal(path: Path) -> tuple[int, bytes, memoryview] | None:
-    """Size, note and pages; None if there is none, or one that is damaged."""
+    """Size, note and pages; None if there is none."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(journal_of(path), flags)
+    except FileNotFoundError:
+        return None
     except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO):
-            return None  # There is none, or what somebody has put there is none.
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise _damaged(path, "it is not a regular file") from None
         raise
     with os.fdopen(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return None
+            raise _damaged(path, "it is not a regular file")
         journal = file.read()
-    if len(journal) < _HEADER_BYTES or not journal.startswith(_MAGIC):
-        return None
+    if not journal.startswith(_MAGIC):
+        raise _damaged(path, "it does not begin like a journal of this version")
     sizes, digest, body = journal[8:32], journal[32:40], journal[_HEADER_BYTES:]
     size, note, pages = (int.from_bytes(sizes[at : at + 8], "little") for at in (0, 8, 16))
     if len(body) != note + pages or pages % _PAGE_ENTRY:
-        return None
+        raise _damaged(path, "its size is wrong")
     if xxhash.xxh3_64_digest(sizes + body) != digest:
-        return None
+        raise _damaged(path, "its checksum does not hold")
     return size, body[:note], memoryview(body)[note:]
+
+
+def _damaged(path: Path, reason: str) -> CorruptCheckpointError:
+    # What was committed may be there but for a page. To begin anew would delete it.
+    return CorruptCheckpointError(
+        journal_of(path),
+        f"{reason}; without it {path.name} cannot be put right. Move both away to begin anew",
+    )
 
 
 def _pieces(offset: int, size: int) -> Iterator[tuple[int, int, int, int]]:
