@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
@@ -809,6 +810,21 @@ def test_a_disk_that_is_too_small_is_said_before_anything_is_written(small_disk,
         merge_worker_files(tmp_path / "run", folder / "all.h5")
     assert os.listdir(folder) == ["all.h5"]
     assert (folder / "all.h5").read_bytes() == b"old"
+
+
+def test_what_the_disk_says_of_an_early_sync_is_heard(tmp_path, monkeypatch):
+    """The kernel tells each error once, and the sync in the end may not hear of it."""
+    prepare(tmp_path)
+    failed = OSError(errno.EIO, "Input/output error")
+
+    def fails(descriptor: int) -> None:
+        raise failed
+
+    monkeypatch.setattr(os, "fdatasync", fails)
+    monkeypatch.setattr("keras_safe_ckpt.storage.early_sync._STEP_BYTES", 1)
+    with pytest.raises(CheckpointWriteError, match="EIO"):
+        merge_worker_files(tmp_path / "run", tmp_path / "all.h5")
+    assert (tmp_path / "all.h5").read_bytes() == b"old"
 
 
 @pytest.mark.parametrize("how", ["all", "sorted"])

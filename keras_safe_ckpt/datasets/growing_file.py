@@ -221,7 +221,7 @@ def _interruption(error: BaseException) -> BaseException:
     while cause is not None:
         if not isinstance(cause, Exception):
             return cause
-        cause = cause.__cause__ or cause.__context__
+        cause = cause.__cause__
     return error
 
 

@@ -250,7 +250,7 @@ def _write(
                             link(out, name, one, target.parent)
                         else:
                             copy(out, name, one, order, advance)
-                file.raise_error()
+                file.finish()
         except (OSError, RuntimeError, TypeError, ValueError, KeyError) as error:
             _check_unchanged(files)
             raise _translated(error, target, files) from error

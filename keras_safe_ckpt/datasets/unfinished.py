@@ -62,12 +62,12 @@ def rescue(path: Path, out: str | os.PathLike[str]) -> Path:
     if target is None or not _is_regular(path):
         raise CheckpointNotFoundError(path, "expected an unfinished file", what="data")
     goal = absolute(out)
-    if _has_waiting_rows(target):
-        raise SafeCheckpointError(
-            f"Rows that were appended for {str(target)!r} wait beside it and would be left out: "
-            "let a CentralH5Writer of this path take them (make one, and close it)."
-        )
     with LockManager(timeout=0).exclusive(target):
+        if _has_waiting_rows(target):
+            raise SafeCheckpointError(
+                f"Rows that were appended for {str(target)!r} wait beside it and would be left "
+                "out: let a CentralH5Writer of this path take them (make one, and close it)."
+            )
         if not _is_recovered(path):
             raise CheckpointNotFoundError(
                 path, "its writer was interrupted before its first flush", what="data"

@@ -160,6 +160,11 @@ class JournaledFile:
         if self.error is not None:
             raise self.error
 
+    def finish(self) -> None:
+        """Without a commit: raise what has gone wrong by now, here or on the disk."""
+        self.raise_error()
+        self._early_sync.finish()
+
     def close(self) -> None:
         """Let go of the file; it is as it was committed when it is recovered."""
         descriptor, self._descriptor = self._descriptor, -1
