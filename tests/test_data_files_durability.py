@@ -11,6 +11,7 @@ from processes import run_ok
 
 from keras_safe_ckpt import LockedTFRecordWriter, WorkerH5Writer
 from keras_safe_ckpt.datasets import central_process, spool
+from keras_safe_ckpt.datasets.central_file import CentralFile
 from keras_safe_ckpt.datasets.feed_folder import FeedFolder
 from keras_safe_ckpt.datasets.frames import Message
 from keras_safe_ckpt.errors import LockLostError
@@ -147,13 +148,13 @@ def test_a_feeder_is_forgotten_when_its_rows_are_gone_for_good(tmp_path, durable
     stream = spool.SpoolWriter(folder.path, name)
     stream.write(Message("x", np.arange(3.0)))
     stream.rest()
-    process = central_process.CentralProcess(target, central_process.Starter())
-    assert process._turn()
+    file = CentralFile(target, lambda: False)
+    assert file._turn()
     durable_names.clear()
-    process._commit()
-    assert name not in process._streams
+    file._commit()
+    assert name not in file._streams
     assert any(path == folder.path and f"{name}.0" not in names for path, names in durable_names)
-    process.close()
+    file.close()
 
 
 def test_a_worker_that_lost_its_lock_publishes_nothing(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import signal
@@ -24,6 +23,7 @@ from keras_safe_ckpt import (
     verify_tfrecord,
 )
 from keras_safe_ckpt.datasets import central_process, spool, tables, tfrecord
+from keras_safe_ckpt.datasets.central_file import CentralFile
 from keras_safe_ckpt.datasets.feed_folder import FeedFolder
 from keras_safe_ckpt.datasets.feed_line import FeedLine, line_to
 from keras_safe_ckpt.datasets.frames import Message
@@ -78,31 +78,6 @@ writer.abandon()
     if flush_every:
         (left,) = find_unfinished(folder)
         assert left.rows["x"] % flush_every == 1
-
-
-def test_a_full_disk_in_the_middle_of_texts_is_waited_out(small_disk):
-    folder = small_disk("size=10m")
-    filler = folder / "filler"
-    texts = [f"{number:08d}" * 2000 for number in range(20)]  # 0.3 MB
-    with CentralH5Writer(folder / "all.h5") as writer:
-        feed, owner = writer.feed(), writer.pid
-        feed.append("x", texts)
-        feed.flush()
-        filler.write_bytes(bytes(7_000_000))
-        feed.timeout = 1.0
-        count = 1
-        with contextlib.suppress(CheckpointWriteError):
-            for _ in range(40):
-                feed.append("x", texts)
-                count += 1
-        assert count < 40, "it was not full"
-        with pytest.raises(CheckpointWriteError):
-            feed.flush()
-        filler.unlink()
-        feed.timeout = 60.0
-        feed.flush()
-        assert writer.pid == owner, "it crashed"
-    assert values(folder / "all.h5", "x") == texts * count
 
 
 class Broken:
@@ -381,10 +356,10 @@ def test_memory_that_is_missing_elsewhere_is_waited_for(tmp_path, monkeypatch):
 def test_rows_behind_a_gap_are_not_taken_for_all(tmp_path):
     """The journal that has their place is gone, and so are the rows before."""
     target, feeds = prepared(tmp_path, segment=1)
-    process = central_process.CentralProcess(target, Stays())
+    file = CentralFile(target, Stays().has_left)
     with pytest.raises(CorruptCheckpointError, match=r"go on in stream\.1"):
-        process.run()
-    process.close()
+        file.run()
+    file.close()
     assert (feeds.path / "stream.1").exists()
 
 
