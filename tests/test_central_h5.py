@@ -1148,7 +1148,7 @@ over = threading.Event()
 def work():
     while not over.is_set():
         {act}
-thread = threading.Thread(target=work)
+thread = threading.Thread(target=work, daemon=True)  # Else a failure would fill the disk.
 thread.start()
 refused = 0
 for _ in range(10):
