@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import io
+import json
 import os
 import signal
 import subprocess
@@ -35,6 +37,7 @@ from keras_safe_ckpt.errors import (
     SafeCheckpointError,
     UnsafePathError,
 )
+from keras_safe_ckpt.storage.error_facts import as_facts
 
 pytestmark = pytest.mark.usefixtures("alone_in_a_folder")
 
@@ -136,6 +139,22 @@ def test_whoever_goes_on_after_half_an_append_publishes_nothing(
     with WorkerH5Writer(tmp_path, 0, resume=True) as writer:
         writer.append("x", [7.0])
     assert values(tmp_path / "worker-00000.h5", "x") == [5, 7]
+
+
+def test_a_ctrl_c_that_was_kept_from_hdf5_is_not_lost(tmp_path, monkeypatch):
+    """HDF5 reads what was not written any more, and fails for that."""
+    writer = WorkerH5Writer(tmp_path, 0)
+    writer.append("x", [5.0])
+    writer.flush()
+
+    def interrupted(*_: object) -> None:
+        writer._file._file.fail(KeyboardInterrupt())
+        raise OSError("Can't read data (bad object header)")
+
+    monkeypatch.setattr(tables._Table, "append", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        writer.append("x", [6.0])
+    writer.abandon()
 
 
 def append_when_told_to_end(writer: WorkerH5Writer) -> None:
@@ -436,6 +455,12 @@ def test_compression_is_asked_for_once(writer, monkeypatch):
     assert len(asked) == 1
     with pytest.raises(ValueError, match="expected compression='gzip'"):
         feed.append("x", [1.0], compression="lzf")
+
+
+def test_a_stray_line_of_the_process_is_not_for_us(writer):
+    error = CheckpointWriteError(writer.path, OSError(errno.ENOSPC, "No space"))
+    writer._listen(io.StringIO(f"something else\n{json.dumps(as_facts(error))}\n"))
+    assert str(writer._trouble.error) == str(error)
 
 
 @pytest.mark.parametrize("method", ["_opened", "__init__"])

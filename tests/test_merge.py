@@ -812,6 +812,33 @@ def test_a_disk_that_is_too_small_is_said_before_anything_is_written(small_disk,
     assert (folder / "all.h5").read_bytes() == b"old"
 
 
+@pytest.mark.parametrize("is_full", [True, False])
+def test_who_cannot_be_read_and_what_cannot_be_written_are_told_apart(
+    tmp_path, monkeypatch, is_full
+):
+    prepare(tmp_path)
+
+    def fails(out: h5py.File, *_: object) -> None:
+        if is_full:  # Then HDF5 finds what was not written any more.
+            monkeypatch.setattr(os, "pwrite", full)
+            out.create_group("group")
+            out.flush()
+        raise OSError(errno.EIO, "Can't read data (file read failed: errno = 5)")
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("keras_safe_ckpt.datasets.merge.copy", fails)
+    kind, reason = (
+        (CheckpointWriteError, "disk is full")
+        if is_full
+        else (MergeConflictError, r"worker-00000\.h5.*HDF5 cannot copy them .*errno = 5")
+    )
+    with pytest.raises(kind, match=reason):
+        merge_worker_files(tmp_path / "run", tmp_path / "all.h5")
+    assert (tmp_path / "all.h5").read_bytes() == b"old"
+
+
 def test_what_the_disk_says_of_an_early_sync_is_heard(tmp_path, monkeypatch):
     """The kernel tells each error once, and the sync in the end may not hear of it."""
     prepare(tmp_path)

@@ -198,6 +198,8 @@ class GrowingFile:
                 # Ctrl-C in the middle of HDF5: half of what was to be done, as if it were all.
                 file.fail(error)
                 raise
+            if file is not None and not isinstance(file.error, Exception | None):
+                raise file.error from error  # A Ctrl-C that was kept from HDF5.
             cause = _said_by_disk(error if file is None else file.error)
             if cause is not None:
                 raise CheckpointWriteError(self.target, cause) from error

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -232,28 +231,28 @@ def _write(
     with StagedFile(target) as staged:
         sweep_orphans(target.parent)
         try:
-            # HDF5 crashes if it cannot write a text: this file keeps the error from it. Nothing is
-            # ever committed here, so that all of it is written at once.
-            with contextlib.closing(JournaledFile(staged.temp_path)) as file:
-                with (
-                    h5py.File(file, "w") as out,
-                    Progress(f"Merging {len(files)} files", total) as progress,
-                ):
-                    _put_groups(out, files)
+            with (
+                _written_at(staged.temp_path, target) as file,
+                h5py.File(file, "w") as out,
+                Progress(f"Merging {len(files)} files", total) as progress,
+            ):
 
-                    def advance(count: int) -> None:
-                        file.raise_error()
-                        progress.advance(count)
+                def advance(count: int) -> None:
+                    file.raise_error()
+                    progress.advance(count)
 
-                    for name, one in joined.items():
-                        if how == "virtual" and one.shape:
-                            link(out, name, one, target.parent)
-                        else:
-                            copy(out, name, one, order, advance)
-                file.finish()
+                _put_groups(out, files)
+                for name, one in joined.items():
+                    if how == "virtual" and one.shape:
+                        link(out, name, one, target.parent)
+                    else:
+                        copy(out, name, one, order, advance)
         except (OSError, RuntimeError, TypeError, ValueError, KeyError) as error:
             _check_unchanged(files)
-            raise _translated(error, target, files) from error
+            if isinstance(error, SafeCheckpointError):
+                raise
+            names = [str(file.path) for file in files]
+            raise MergeConflictError("/", names, f"HDF5 cannot copy them ({error})") from error
         _check_unchanged(files)
         staged.sync()
         staged.commit()
@@ -264,16 +263,25 @@ def _check_unchanged(files: Sequence[FileFacts]) -> None:
         file.check_unchanged()
 
 
-def _translated(error: Exception, target: Path, files: Sequence[FileFacts]) -> Exception:
-    """HDF5 tells what the disk has said as a part of a long text."""
-    if isinstance(error, SafeCheckpointError):
-        return error
-    said = re.search(r"errno = (\d+)", str(error))
-    number = int(said[1]) if said else getattr(error, "errno", None)
-    if number is not None:
-        return CheckpointWriteError(target, OSError(number, os.strerror(number)))
-    names = [str(file.path) for file in files]
-    return MergeConflictError("/", names, f"HDF5 cannot copy them ({error})")
+@contextlib.contextmanager
+def _written_at(path: Path, target: Path) -> Iterator[JournaledFile]:
+    """A file for HDF5, which crashes if it cannot write a text: errors are kept from it.
+
+    Nothing is ever committed here, so that all of it is written at once. In the end what the disk
+    has said is raised, before anything that HDF5 made of it.
+    """
+    try:
+        file = JournaledFile(path)
+    except OSError as error:
+        raise CheckpointWriteError(target, error) from error
+    with contextlib.closing(file):
+        try:
+            yield file
+        finally:
+            try:
+                file.finish()
+            except OSError as error:
+                raise CheckpointWriteError(target, error) from error
 
 
 def _put_groups(out: h5py.File, files: Sequence[FileFacts]) -> None:
