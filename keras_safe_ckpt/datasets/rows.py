@@ -8,6 +8,10 @@ from typing import Any
 import h5py
 import numpy as np
 
+# Not as np.ma: NumPy would import it at the first use, and a child that is forked while another
+# thread does so waits for that thread for ever.
+from numpy import ma
+
 #: NumPy's letters for what HDF5 stores as it is: booleans, integers, floats, complex numbers.
 PLAIN_KINDS = "biufc"
 #: Names in a file that are our own.
@@ -48,7 +52,7 @@ def as_array(name: str, values: Any) -> Array:
     """``values`` as an array that HDF5 can hold; text as an array of objects."""
     if hasattr(values, "to_tensor") and hasattr(values, "row_splits"):  # tf.RaggedTensor
         raise _ragged(name, "a ragged tensor")
-    if np.ma.is_masked(values):
+    if ma.is_masked(values):
         raise TypeError(
             f"{name!r}: expected numbers, booleans or text. Received: an array with a mask, which "
             "HDF5 does not have; fill it (.filled(value)), or append the mask to another dataset"
