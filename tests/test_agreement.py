@@ -347,6 +347,7 @@ def test_alone_what_is_asked_is_due_after_the_running_step():
 
 
 def test_threads_end_when_the_agreement_is_closed():
+    wait_until(lambda: not threads(), "those of other tests end", 10)
     Cluster(2)
     assert len(threads()) == 4
     close_all()

@@ -346,16 +346,22 @@ def test_best_does_not_advance_when_the_save_fails():
 
 def test_a_better_one_is_not_missed_while_another_is_being_written():
     """0.4 is pending and fails; 0.45 was better than all that is durable, so it must be saved."""
-    locks = LockManager(timeout=0.2)
+    locks = LockManager(timeout=1.0)
     callback = SafeModelCheckpoint("m.keras", save_best_only=True, on_error="warn", locks=locks)
     model = drive(callback, losses(0.5))
     callback.on_train_begin()
+    wait_until(lambda: not saver_threads(), "the save before has ended")
     lock = held_lock()
     lock.__enter__()
     set_weight(model, 4.0)
     callback.on_epoch_end(1, {"val_loss": 0.4})
-    assert saver_threads()
-    threading.Timer(0.3, lock.__exit__, (None, None, None)).start()
+    (pending,) = [t for t in threading.enumerate() if t.name == "keras_safe_ckpt-save"]
+
+    def release_when_it_has_failed() -> None:
+        pending.join()
+        lock.__exit__(None, None, None)
+
+    threading.Thread(target=release_when_it_has_failed).start()
     set_weight(model, 45.0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -188,7 +188,13 @@ def test_a_notice_when_nobody_trains_falls_through(office):
 
 
 def stop_timers() -> list[Any]:
-    return [t for t in threading.enumerate() if t.name == "keras_safe_ckpt-notice-timer"]
+    """Those that would act; one that was cancelled may take a moment to end."""
+    timers: list[Any] = [t for t in threading.enumerate() if isinstance(t, threading.Timer)]
+    return [
+        timer
+        for timer in timers
+        if timer.name == "keras_safe_ckpt-notice-timer" and not timer.finished.is_set()
+    ]
 
 
 # Pollers.
