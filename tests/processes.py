@@ -120,13 +120,16 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 
 def press_ctrl_c(process: subprocess.Popen[str], seconds: float = 100) -> None:
-    """Until it ends, as anybody would: Python drops one that comes in a ``__del__``."""
+    """Until it ends, as anybody would: Python drops one that comes in a ``__del__``.
+
+    With time between them: one that comes while Python is on its way out kills the process.
+    """
     deadline = time.monotonic() + seconds
     while process.poll() is None:
         assert time.monotonic() < deadline, f"still running after {seconds} s of Ctrl-C"
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(1)
+            process.wait(20)
 
 
 def writing_threads() -> list[threading.Thread]:

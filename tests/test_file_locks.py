@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import gc
 import json
 import os
 import shutil
@@ -330,6 +331,8 @@ class TestFileLocks(LockContract):
         with locks.exclusive(path):
             pass
         before = open_files()
+        gc.collect()  # Another test may have left some; it is not the one that is looked at.
+        known = set(lock_descriptors._files)
         for _ in range(1000):
             with locks.exclusive(path), contextlib.suppress(LockTimeoutError):
                 pass
@@ -341,7 +344,7 @@ class TestFileLocks(LockContract):
             locks.exclusive(path.parent / "link").__enter__()
         locks.check(path.parent)
         assert open_files() == before
-        assert len(lock_descriptors._files) == 0
+        assert set(lock_descriptors._files) <= known
 
     def test_threads_do_not_hold_together_even_if_portalocker_is_told_to_use_lockf(
         self, locks, path, monkeypatch
