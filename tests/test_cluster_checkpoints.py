@@ -38,6 +38,8 @@ WRITING = (
     TRAINING
     + """
 os.chdir(FOLDER)
+# With other initial weights an early epoch may be the best, and be kept for that.
+keras.utils.set_random_seed(0)
 model = build()
 chief = SafeModelCheckpoint("chief/{epoch}.keras", max_to_keep=2)
 best = SafeModelCheckpoint("best.weights.h5", monitor="loss", save_best_only=True,
