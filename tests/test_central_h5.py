@@ -41,6 +41,7 @@ from keras_safe_ckpt.datasets.frames import Message
 from keras_safe_ckpt.datasets.unfinished import find_unfinished
 from keras_safe_ckpt.errors import (
     CheckpointWriteError,
+    CorruptCheckpointError,
     LockTimeoutError,
     SafeCheckpointError,
     UnsafePathError,
@@ -1229,6 +1230,35 @@ def test_closing_says_what_is_wrong_and_can_be_done_again(small_disk):
     with h5py.File(folder / "all.h5") as file:
         assert len(file["x"]) == 450_001
     assert seen(folder) == ["all.h5"]
+
+
+def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path):
+    path = tmp_path / "all.h5"
+    path.write_text("notes")
+    with pytest.raises(CorruptCheckpointError, match="expected an HDF5 file to go on with"):
+        CentralH5Writer(path)
+    assert path.read_text() == "notes"
+    assert seen(tmp_path) == ["all.h5"]
+    with pytest.raises(CheckpointWriteError, match="is closed"):  # It does not wait for an owner.
+        Feed(path).append("x", [1])
+
+
+def test_rows_that_wait_for_a_writer_stay_when_one_is_refused(tmp_path):
+    path = tmp_path / "all.h5"
+    writer = CentralH5Writer(path)
+    writer.feed().append("x", [1])  # Now it knows what x is.
+    writer.abandon()
+    writer.feed().append("x", [2])
+    path.write_text("notes")
+    (tmp_path / ".all.h5.unfinished").rename(tmp_path / "elsewhere")
+    (tmp_path / ".all.h5.unfinished.journal").rename(tmp_path / "elsewhere.journal")
+    with pytest.raises(CorruptCheckpointError):
+        CentralH5Writer(path)
+    path.unlink()
+    (tmp_path / "elsewhere").rename(tmp_path / ".all.h5.unfinished")
+    (tmp_path / "elsewhere.journal").rename(tmp_path / ".all.h5.unfinished.journal")
+    CentralH5Writer(path).close()
+    assert values(path, "x") == [1, 2]
 
 
 def test_modules_of_the_working_directory_are_not_taken(tmp_path):

@@ -121,7 +121,11 @@ def main() -> int:
     target, is_new = absolute(sys.argv[1]), "--new" in sys.argv[2:]
     try:
         with LockManager(timeout=_LOCK_SECONDS).exclusive(target):
-            _work(target, is_new, starter)
+            try:
+                _work(target, is_new, starter)
+            except Exception:
+                FeedFolder(target).remove_if_empty()
+                raise
     except Exception as error:  # noqa: BLE001  # for the process that started this one
         _say(json.dumps(as_facts(error)))
         return 1

@@ -108,6 +108,11 @@ class FeedFolder:
             os.replace(self.path, self._past)
         self.sweep()
 
+    def remove_if_empty(self) -> None:
+        """No owner has come of it, and feeders would wait for one as long as it is there."""
+        with contextlib.suppress(OSError):  # There are streams in it, which the next one takes.
+            os.rmdir(self.path)
+
     def sweep(self) -> None:
         """What `clear` has left when it was killed."""
         shutil.rmtree(self._past, ignore_errors=True)

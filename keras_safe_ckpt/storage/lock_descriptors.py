@@ -121,8 +121,9 @@ def explained(path: str, error: Exception) -> SafeCheckpointError:
         return UnsafePathError(path, "a symbolic link is where the lock file should be")
     if cause.errno == errno.EISDIR:
         return UnsafePathError(path, "a directory is where the lock file should be")
-    if cause.errno == errno.ENOENT:
-        missing = os.path.dirname(path)
+    missing = os.path.dirname(path)
+    # In /proc it is there, and no file can be made in it.
+    if cause.errno == errno.ENOENT and not os.path.isdir(missing):
         return LocksUnsupportedError(path, f"the directory {missing!r} does not exist")
     if cause.errno is None:
         return LocksUnsupportedError(path, str(cause))
