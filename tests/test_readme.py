@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -74,24 +73,6 @@ def cli(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=200,
     )
-
-
-def test_demo_restores_what_it_trained(tmp_path):
-    done = cli("demo", "--keep", "kept", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "equal bit by bit: yes" in done.stdout
-    names = sorted(n for n in os.listdir(tmp_path / "kept") if n.endswith(".weights.h5"))
-    assert names[-3:] == ["03.weights.h5", "04.weights.h5", "05.weights.h5"]
-    assert len(names) <= 4  # The best one may be an older one.
-
-
-def test_demo_with_an_unusable_directory_says_so_in_one_line(tmp_path):
-    (tmp_path / "file").write_text("x")
-    done = cli("demo", "--keep", "file", cwd=tmp_path)
-    assert done.returncode == 1
-    assert "Traceback" not in done.stderr
-    assert "directory was expected" in done.stderr.splitlines()[-1]
-    assert "Traceback" in cli("--debug", "demo", "--keep", "file", cwd=tmp_path).stderr
 
 
 @pytest.mark.parametrize(("arguments", "code"), [([], 2), (["--help"], 0), (["nonsense"], 2)])

@@ -530,9 +530,9 @@ sys.stdin.read()
     assert left.path.exists(), "it stays"
     (tmp_path / "empty").mkdir()
     assert recover(tmp_path / "empty").stdout.startswith("Nothing unfinished")
-    assert recover(tmp_path / "missing").returncode == 1
+    assert recover(tmp_path / "missing").returncode == 2
     failed = recover(tmp_path / "rescued.h5", "--out", tmp_path / "b.h5")
-    assert failed.returncode == 1
+    assert failed.returncode == 2
     assert "expected an unfinished file" in failed.stderr
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from pathlib import Path
 from typing import Any
 
+from keras_safe_ckpt.cli.screen import add_common_options, print_json
 from keras_safe_ckpt.cluster.launch import (
     RESTART_CODES,
     Outcome,
@@ -70,6 +72,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "-m", "--module", action="store_true", help="the script is a module, as in python -m"
     )
+    add_common_options(parser)
     parser.add_argument("script", help="what each worker runs, with this Python")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     parser.set_defaults(run=run_launch)
@@ -96,10 +99,29 @@ def run_launch(options: argparse.Namespace) -> int:
     for stream in (sys.stdout, sys.stderr):
         # A worker may print what this screen cannot show.
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    if options.json:
+        return _launch_for_a_program(plan)
     printer = Printer(options.workers)
     outcome = launch(plan, printer)
     for line in summary(outcome):
         printer.note(line)
+    return outcome.code
+
+
+def _launch_for_a_program(plan: Plan) -> int:
+    """What the workers print goes to standard error, and the outcome alone to standard output."""
+    with contextlib.redirect_stdout(sys.stderr):
+        outcome = launch(plan, Printer(plan.workers))
+    print_json(
+        {
+            "code": outcome.code,
+            "verdict": outcome.verdict,
+            "lives": [
+                {"seconds": attempt.seconds, "codes": dict(sorted(attempt.codes.items()))}
+                for attempt in outcome.attempts
+            ],
+        }
+    )
     return outcome.code
 
 

@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from keras_safe_ckpt.cli.screen import add_common_options, print_json
 from keras_safe_ckpt.errors import CheckpointNotFoundError
 
 if TYPE_CHECKING:
@@ -38,24 +39,32 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("path", type=Path, help="a directory, or an unfinished file")
     parser.add_argument("--out", type=Path, metavar="FILE", help="copy the unfinished file to here")
+    add_common_options(parser)
     parser.set_defaults(run=run_recover)
 
 
 def run_recover(options: argparse.Namespace) -> int:
-    """Return 0, also if there is nothing to rescue; 1 if what was asked for cannot be had."""
+    """Return 0, also if there is nothing to rescue."""
     # Needs h5py, which the other commands do not.
     from keras_safe_ckpt.datasets.unfinished import find_unfinished, rescue
 
     path: Path = options.path
     if options.out is not None:
-        print(f"Rescued {path} as {rescue(path.absolute(), options.out)}")
-        print("The unfinished file stays; delete it when nobody is to go on with it.")
+        rescued = rescue(path.absolute(), options.out)
+        if options.json:
+            print_json({"path": str(path), "rescued": str(rescued)})
+        else:
+            print(f"Rescued {path} as {rescued}")
+            print("The unfinished file stays; delete it when nobody is to go on with it.")
         return 0
     if not path.exists():
         raise CheckpointNotFoundError(path, "there is no such file or directory", what="data")
     is_folder = path.is_dir()
     found = find_unfinished(path if is_folder else path.absolute().parent)
     chosen = found if is_folder else [one for one in found if one.path.name == path.name]
+    if options.json:
+        print_json({"unfinished": [vars(one) for one in chosen]})
+        return 0
     if not chosen:
         print(f"Nothing unfinished in {path}.")
     for one in chosen:

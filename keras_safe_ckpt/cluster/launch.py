@@ -14,9 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
-
-from keras_safe_ckpt.cluster.worker_output import Printer
+from typing import IO, NamedTuple, Protocol
 
 #: What a preempted worker ends with (elsewhere, and on Google's machines) to be started again.
 RESTART_CODES = (42, 143)
@@ -65,13 +63,22 @@ class Outcome:
     verdict: str
 
 
-def launch(plan: Plan, printer: Printer) -> Outcome:
+class WorkerScreen(Protocol):
+    """Where the output of the workers goes, and what the launcher has to say."""
+
+    def note(self, text: str) -> None: ...
+
+    async def pump(self, worker: int, source: asyncio.StreamReader, target: IO[str]) -> None:
+        """Take what ``source`` delivers until it ends; it was meant for ``target``."""
+
+
+def launch(plan: Plan, printer: WorkerScreen) -> Outcome:
     """Run the group to its end. SIGTERM and SIGINT go to all workers, and end the restarts."""
     return asyncio.run(_Launcher(plan, printer).run())
 
 
 class _Launcher:
-    def __init__(self, plan: Plan, printer: Printer) -> None:
+    def __init__(self, plan: Plan, printer: WorkerScreen) -> None:
         self._plan = plan
         self._printer = printer
         self._processes: dict[int, asyncio.subprocess.Process] = {}

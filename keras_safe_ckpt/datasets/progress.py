@@ -14,10 +14,12 @@ _PATIENCE_SECONDS = 1.0
 class Progress:
     """``with Progress("Merging", total_bytes) as progress: progress.advance(n)``.
 
-    On a terminal, and when it takes longer than a second; nothing otherwise.
+    On a terminal, and when it takes longer than a second; nothing otherwise. ``in_bytes`` is
+    whether it is bytes that are counted.
     """
 
-    def __init__(self, title: str, total: int) -> None:
+    def __init__(self, title: str, total: int, *, in_bytes: bool = True) -> None:
+        self._in_bytes = in_bytes
         self._title = title
         self._total = total
         self._done = 0
@@ -51,8 +53,11 @@ class Progress:
         self._bar = progress.Progress(
             progress.TextColumn("{task.description}"),
             progress.BarColumn(),
-            progress.DownloadColumn(),
-            progress.TransferSpeedColumn(),
+            *(
+                (progress.DownloadColumn(), progress.TransferSpeedColumn())
+                if self._in_bytes
+                else (progress.MofNCompleteColumn(),)
+            ),
             progress.TimeRemainingColumn(),
             console=Console(stderr=True),
             transient=True,

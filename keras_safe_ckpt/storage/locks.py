@@ -106,6 +106,21 @@ def claim(fd: int) -> bool:
         raise system_error(error) from None
 
 
+def is_locked(fd: int) -> bool | None:
+    """Whether somebody holds a lock on an open file alone; None where that cannot be told.
+
+    It is tried for an instant, as a reader: other readers do not notice, and a writer that is
+    willing to wait at all waits longer than that.
+    """
+    try:
+        if not _try_lock(fd, _SHARED):
+            return True
+        _FLOCK.unlock(fd)
+    except LockException:
+        return None
+    return False
+
+
 def relax(fd: int) -> None:
     """Turn a claim into a shared lock, which still keeps others from claiming the file.
 

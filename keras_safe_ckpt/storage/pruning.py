@@ -24,13 +24,18 @@ class Pruner:
         self._catalog = catalog
         self._events = events
 
+    def plan(self, policy: Retention) -> list[tuple[Checkpoint, bool]]:
+        """What `prune_each_series` would do now: each checkpoint, and whether it would go."""
+        planned = []
+        for present in self._series():
+            kept = {checkpoint.path for checkpoint in policy.keep(present)}
+            planned += [(checkpoint, checkpoint.path not in kept) for checkpoint in present]
+        return planned
+
     def prune_each_series(self, policy: Retention, lock: HeldLock) -> list[Path]:
         """Apply ``policy`` to every series by itself; return what was deleted."""
-        series: dict[tuple[str, str | None], list[Checkpoint]] = {}
-        for checkpoint in self._ours():
-            series.setdefault(_series_of(checkpoint), []).append(checkpoint)
         deleted = []
-        for present in series.values():
+        for present in self._series():
             deleted += self._delete(present, policy.keep(present), lock)
         return deleted
 
@@ -52,6 +57,12 @@ class Pruner:
         """Delete all of a series, oldest first, since nobody needs it any more."""
         doomed = [c.path for c in self._ours() if c.manifest.series == name]
         return self._unlink(doomed, lock) if doomed else []
+
+    def _series(self) -> list[list[Checkpoint]]:
+        series: dict[tuple[str, str | None], list[Checkpoint]] = {}
+        for checkpoint in self._ours():
+            series.setdefault(_series_of(checkpoint), []).append(checkpoint)
+        return list(series.values())
 
     def _ours(self) -> list[Checkpoint]:
         """Those that still have the name under which they were published, or were set aside."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,8 +55,11 @@ class Bundle:
                 )
         return index
 
-    def verify(self) -> None:
-        """Read every byte; raise if a checksum does not hold."""
+    def verify(self, advance: Callable[[int], None] | None = None) -> None:
+        """Read every byte; raise if a checksum does not hold.
+
+        ``advance`` is told of each so many bytes that were read.
+        """
         index = self.check()
         for shard in range(index.shards):
             path = self.data(shard, index.shards)
@@ -67,6 +71,8 @@ class Bundle:
                             raise CorruptCheckpointError(
                                 self.prefix, f"the checksum of {entry.name!r} is wrong"
                             )
+                        if advance is not None:
+                            advance(entry.size)
             except FileNotFoundError:
                 raise CheckpointNotFoundError(path) from None
             except OSError as error:

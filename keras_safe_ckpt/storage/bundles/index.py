@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +17,13 @@ from keras_safe_ckpt.storage.bundles.table import TableError, read_table, read_v
 
 _LARGEST_INDEX_BYTES = 1 << 28
 _MOST_SHARDS = 99_999  # Five digits in the name of a file.
+#: TensorFlow's numbers of the types that variables have.
+_DTYPE_NAMES = {
+    1: "float32", 2: "float64", 3: "int32", 4: "uint8", 5: "int16", 6: "int8", 7: "string",
+    8: "complex64", 9: "int64", 10: "bool", 14: "bfloat16", 17: "uint16", 18: "complex128",
+    19: "float16", 21: "variant", 22: "uint32", 23: "uint64", 24: "float8_e5m2",
+    25: "float8_e4m3fn", 29: "int4", 30: "uint4",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -24,12 +32,20 @@ class Entry:
 
     name: str
     dtype: int
-    count: int
+    shape: tuple[int, ...]
     shard: int
     offset: int
     size: int
     checksum: int
     sliced: bool
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def dtype_name(self) -> str:
+        return _DTYPE_NAMES.get(self.dtype, f"type {self.dtype}")
 
 
 @dataclass(frozen=True)
@@ -85,16 +101,17 @@ def _parsed(data: bytes) -> Index:
 
 def _entry(key: bytes, value: bytes) -> Entry:
     fields: dict[int, int | bytes] = {}
-    sliced, count = False, 1
+    sliced = False
+    shape: tuple[int, ...] = ()
     for number, content in _fields(value):
         fields[number] = content
         sliced = sliced or number == 7
         if number == 2 and isinstance(content, bytes):
-            count = _elements(content)
+            shape = _dimensions(content)
     return Entry(
         name=key.decode(errors="replace"),
         dtype=_number(fields, 1),
-        count=count,
+        shape=shape,
         shard=_number(fields, 3),
         offset=_number(fields, 4),
         size=_number(fields, 5),
@@ -103,12 +120,12 @@ def _entry(key: bytes, value: bytes) -> Entry:
     )
 
 
-def _elements(shape: bytes) -> int:
-    count = 1
-    for number, dimension in _fields(shape):
-        if number == 2 and isinstance(dimension, bytes):
-            count *= _number(dict(_fields(dimension)), 1)
-    return count
+def _dimensions(shape: bytes) -> tuple[int, ...]:
+    return tuple(
+        _number(dict(_fields(dimension)), 1)
+        for number, dimension in _fields(shape)
+        if number == 2 and isinstance(dimension, bytes)
+    )
 
 
 def _number(fields: dict[int, int | bytes], key: int) -> int:

@@ -7,6 +7,7 @@ being followed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,18 +31,21 @@ class ArrayReader:
         #: Everything between the arrays: offset and size.
         self._gaps = self._find_gaps()
 
-    def verify(self) -> None:
-        """Compare every byte with the manifest, in bounded memory."""
+    def verify(self, advance: Callable[[int], None] | None = None) -> None:
+        """Compare every byte with the manifest, in bounded memory.
+
+        ``advance`` is told of each so many bytes that were compared.
+        """
         structure = xxhash.xxh3_128()
         for offset, size in self._gaps:
-            self._update(structure, offset, size)
+            self._update(structure, offset, size, advance=advance)
         if structure.hexdigest() != self._manifest.structure:
             raise CorruptCheckpointError(
                 self._path, "its HDF5 structure does not match the manifest's digest"
             )
         for name, record in self._manifest.arrays.items():
             digest = xxhash.xxh3_128()
-            self._update(digest, record.offset, record.nbytes)
+            self._update(digest, record.offset, record.nbytes, advance=advance)
             self._compare(name, digest, record)
 
     def read_array(self, name: str) -> np.ndarray[Any, Any]:
@@ -82,7 +86,13 @@ class ArrayReader:
             )
 
     def _update(
-        self, digest: xxhash.xxh3_128, offset: int, nbytes: int, into: memoryview | None = None
+        self,
+        digest: xxhash.xxh3_128,
+        offset: int,
+        nbytes: int,
+        *,
+        into: memoryview | None = None,
+        advance: Callable[[int], None] | None = None,
     ) -> None:
         # Hashed chunk by chunk while each is still in the processor's cache.
         buffer = memoryview(bytearray(min(nbytes, CHUNK_BYTES))) if into is None else into
@@ -92,3 +102,5 @@ class ArrayReader:
             if self._window.read_at(offset + start, view) < size:
                 raise CorruptCheckpointError(self._path, "it ends too early")
             digest.update(view)
+            if advance is not None:
+                advance(size)

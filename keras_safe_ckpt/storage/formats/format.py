@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -37,10 +37,13 @@ class OpenCheckpoint:
     _descriptor: int
     _reader: ArrayReader
 
-    def verify(self) -> None:
-        """Compare every byte with the manifest; `CorruptCheckpointError` at the first doubt."""
+    def verify(self, advance: Callable[[int], None] | None = None) -> None:
+        """Compare every byte with the manifest; `CorruptCheckpointError` at the first doubt.
+
+        ``advance`` is told of each so many bytes that were compared.
+        """
         with damage_reported(self._path):
-            self._reader.verify()
+            self._reader.verify(advance)
 
     def read_array(self, name: str) -> np.ndarray[Any, Any]:
         """One array of the manifest, compared with its digest."""

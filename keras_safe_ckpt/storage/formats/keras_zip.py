@@ -13,7 +13,7 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -130,10 +130,10 @@ class OpenKerasZip(OpenCheckpoint):
                 FileWindow(descriptor, start, size), self.manifest, self._path
             )
 
-    def verify(self) -> None:
+    def verify(self, advance: Callable[[int], None] | None = None) -> None:
         with damage_reported(self._path):
             self._check_members()
-        super().verify()
+        super().verify(advance)
 
     def _list_members(self) -> dict[str, zipfile.ZipInfo]:
         with zipfile.ZipFile(self._file) as archive:

@@ -1,0 +1,141 @@
+"""What all commands print with: tables for people, JSON for programs, and plain words."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+#: Where nobody looks at a screen no line is folded: `grep` and `awk` want whole ones.
+_PIPE_WIDTH = 10_000
+
+
+def add_common_options(parser: argparse.ArgumentParser) -> None:
+    """What each command has."""
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    # After the command as well as before it; not to be set back by this one.
+    parser.add_argument(
+        "--debug",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="show the traceback of an error",
+    )
+
+
+def print_json(document: Any) -> None:
+    """One document; what JSON has no word for (NaN, paths) becomes null or text."""
+    print(json.dumps(_plain_values(document), indent=2, ensure_ascii=False))
+
+
+def print_table(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None
+) -> None:
+    """Columns whose name ends in ``>`` are aligned to the right."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    look = {"box": box.SIMPLE_HEAD} if sys.stdout.isatty() else {"box": None, "padding": (0, 1)}
+    table = Table(title=title, title_justify="left", pad_edge=False, **look)
+    for column in columns:
+        name, right = column.removesuffix(">"), column.endswith(">")
+        table.add_column(name, justify="right" if right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(
+            *(cell if isinstance(cell, Text) else Text(printable(str(cell))) for cell in row)
+        )
+    console().print(table)
+
+
+def coloured(text: str, style: str) -> Any:
+    """A cell of a table with a colour, where there are colours."""
+    from rich.text import Text
+
+    return Text(printable(text), style=style)
+
+
+def console() -> Console:
+    """Markup is off: a file may be called ``[red]``."""
+    from rich.console import Console
+
+    class ErrorsRaised(Console):
+        """Rich would end the program by itself, with a code of its own."""
+
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    width = None if sys.stdout.isatty() else _PIPE_WIDTH
+    return ErrorsRaised(markup=False, highlight=False, emoji=False, width=width)
+
+
+def printable(text: str) -> str:
+    """Without what would move the cursor: names of files and hosts may come from anybody."""
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
+    )
+
+
+def shown_path(path: Path) -> str:
+    """As short as it can be from here."""
+    try:
+        return printable(str(path.relative_to(Path.cwd())))
+    except (ValueError, OSError):
+        return printable(str(path))
+
+
+def shown_size(size: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 999.5:
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 99.95 else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def shown_age(since: float) -> str:
+    """How long ago; a clock of another machine may be ahead of ours."""
+    seconds = max(0.0, time.time() - since)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def shown_seconds(seconds: float) -> str:
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} µs"
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def shown_metrics(metrics: Mapping[str, float]) -> str:
+    return " ".join(f"{name}={value:.4g}" for name, value in metrics.items())
+
+
+def shown_or_dash(value: object) -> str:
+    return "-" if value is None or value == "" else str(value)
+
+
+def _plain_values(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {_plain_text(str(key)): _plain_values(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain_values(one) for one in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    return _plain_text(str(value))
+
+
+def _plain_text(text: str) -> str:
+    """A name that is not UTF-8 cannot stand in JSON as it is."""
+    return text.encode(errors="surrogateescape").decode(errors="backslashreplace")

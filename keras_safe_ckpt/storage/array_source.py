@@ -1,0 +1,117 @@
+"""The arrays of a checkpoint, one by one, whichever kind of checkpoint it is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from keras_safe_ckpt.errors import CorruptCheckpointError, UnreadableCheckpointError
+from keras_safe_ckpt.storage.bundles.bundle import Bundle
+from keras_safe_ckpt.storage.bundles.entry_bytes import are_whole
+from keras_safe_ckpt.storage.bundles.index import Entry, Index
+from keras_safe_ckpt.storage.dtypes import dtype_from_name
+from keras_safe_ckpt.storage.formats import format_of
+from keras_safe_ckpt.storage.formats.format import OpenCheckpoint
+from keras_safe_ckpt.storage.manifest import Manifest
+from keras_safe_ckpt.storage.survey import is_bundle
+
+
+@dataclass(frozen=True)
+class ArrayFacts:
+    """``digest`` can be compared with one of the same kind of checkpoint only."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    digest: str
+
+
+class ArraySource(Protocol):
+    """An open checkpoint. ``manifest`` is None for one of TensorFlow, which has none."""
+
+    kind: str
+    manifest: Manifest | None
+    arrays: Mapping[str, ArrayFacts]
+
+    def read(self, name: str) -> np.ndarray[Any, Any] | None:
+        """The array, compared with its digest; None for texts and objects."""
+
+
+@contextlib.contextmanager
+def open_arrays(path: Path) -> Iterator[ArraySource]:
+    """An error of the tree for whatever is not a checkpoint."""
+    if is_bundle(path):
+        yield _BundleArrays(Bundle(path.parent, path.name))
+    else:
+        with format_of(path).open(path) as checkpoint:
+            yield _FileArrays(checkpoint)
+
+
+class _FileArrays:
+    kind = "keras"
+
+    def __init__(self, checkpoint: OpenCheckpoint) -> None:
+        self._checkpoint = checkpoint
+        self.manifest: Manifest | None = checkpoint.manifest
+        self.arrays: Mapping[str, ArrayFacts] = {
+            name: ArrayFacts(
+                record.shape, dtype_from_name(record.dtype).name, record.nbytes, record.digest
+            )
+            for name, record in checkpoint.manifest.arrays.items()
+        }
+
+    def read(self, name: str) -> np.ndarray[Any, Any] | None:
+        return self._checkpoint.read_array(name)
+
+
+class _BundleArrays:
+    kind = "tensorflow"
+    manifest: Manifest | None = None
+
+    def __init__(self, bundle: Bundle) -> None:
+        self._bundle = bundle
+        index: Index = bundle.check()
+        self._shards = index.shards
+        self._entries = {entry.name: entry for entry in index.entries}
+        self.arrays: Mapping[str, ArrayFacts] = {
+            name: ArrayFacts(entry.shape, entry.dtype_name, entry.size, f"{entry.checksum:08x}")
+            for name, entry in self._entries.items()
+        }
+
+    def read(self, name: str) -> np.ndarray[Any, Any] | None:
+        entry = self._entries[name]
+        dtype = _numbers(entry)
+        if dtype is None:
+            return None
+        path = self._bundle.data(entry.shard, self._shards)
+        try:
+            with open(path, "rb", buffering=0) as file:
+                whole = are_whole(file.fileno(), entry)
+                data = os.pread(file.fileno(), entry.size, entry.offset) if whole else b""
+                while whole and len(data) < entry.size:  # One call reads 2 GiB at most.
+                    more = os.pread(file.fileno(), entry.size - len(data), entry.offset + len(data))
+                    whole = bool(more)
+                    data += more
+        except OSError as error:
+            raise UnreadableCheckpointError(path, error) from error
+        if not whole or entry.size != entry.count * dtype.itemsize:
+            raise CorruptCheckpointError(
+                self._bundle.prefix, f"the checksum of {entry.name!r} is wrong"
+            )
+        return np.frombuffer(data, dtype).reshape(entry.shape)
+
+
+def _numbers(entry: Entry) -> np.dtype[Any] | None:
+    """The type of its elements, if they are numbers of whole bytes that stand there as they are."""
+    if entry.sliced or entry.dtype_name in ("string", "variant", "int4", "uint4"):
+        return None
+    try:
+        return dtype_from_name(entry.dtype_name)
+    except ValueError:
+        return None

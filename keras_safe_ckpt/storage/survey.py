@@ -1,0 +1,186 @@
+"""Every checkpoint in a directory, whoever wrote it and whatever became of it; only looked at.
+
+Unlike a `CheckpointStore` this makes no directory, takes no lock and writes no event: it is for
+somebody who wants to know what is there, perhaps on a disk that can only be read.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from keras_safe_ckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+    SafeCheckpointError,
+    UnreadableCheckpointError,
+)
+from keras_safe_ckpt.storage.bundles.bundle import Bundle, part_of
+from keras_safe_ckpt.storage.bundles.files import INDEX, find_parts
+from keras_safe_ckpt.storage.bundles.index import read_index
+from keras_safe_ckpt.storage.foreign import is_plain_keras
+from keras_safe_ckpt.storage.formats import FORMATS, format_of
+from keras_safe_ckpt.storage.manifest import Manifest
+
+#: Told of each so many bytes that were read.
+Advance = Callable[[int], None]
+
+_LEGACY = FORMATS["legacy_h5"].suffix
+_ALWAYS = tuple(known.suffix for known in FORMATS.values() if known.suffix != _LEGACY)
+
+
+class Condition(enum.Enum):
+    """What became of a checkpoint."""
+
+    WHOLE = "whole"
+    DAMAGED = "damaged"
+    #: It may be whole: it could not be read now, is of a newer version, or Keras wrote it.
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Surveyed:
+    """``path`` is the file, or what the files of a checkpoint of TensorFlow begin with.
+
+    ``verified``: every byte was compared; else only what the file says of itself, and its size.
+    """
+
+    path: Path
+    kind: str
+    size: int
+    modified: float
+    manifest: Manifest | None
+    condition: Condition
+    reason: str
+    verified: bool
+
+
+def find_checkpoints(directory: Path) -> list[Path]:
+    """The paths of all that may be checkpoints, by name; `OSError` if that cannot be told.
+
+    Of ``.h5`` files, which may be anything, those that carry our manifest.
+    """
+    found = []
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            name = entry.name
+            if name.startswith(".") or not name.endswith((*_ALWAYS, _LEGACY)):
+                continue
+            if not entry.is_file(follow_symlinks=False):
+                continue
+            path = directory / name
+            if name.endswith(_ALWAYS) or _is_ours(path):
+                found.append(path)
+    parts = find_parts(directory, None)
+    found += [directory / name for name, kinds in parts.items() if INDEX in kinds]
+    return sorted(found)
+
+
+def checkpoint_at(path: Path) -> Path:
+    """The checkpoint that a path means; a part of one of TensorFlow means all of it."""
+    if path.is_file():
+        part = part_of(path.name)
+        if part is not None and not path.name.endswith((*_ALWAYS, _LEGACY)):
+            return path.parent / part[0]
+        return path
+    if Bundle(path.parent, path.name).index.is_file():
+        return path
+    if os.path.lexists(path):
+        raise CorruptCheckpointError(path, "it is not a regular file")
+    raise CheckpointNotFoundError(path, "there is no such file")
+
+
+def is_bundle(path: Path) -> bool:
+    """Whether it is what the files of a checkpoint of TensorFlow begin with."""
+    return not path.name.endswith((*_ALWAYS, _LEGACY)) and _bundle(path).index.is_file()
+
+
+def look_at(path: Path, *, verify: bool = False, advance: Advance | None = None) -> Surveyed:
+    """One checkpoint; what is wrong with it is part of the answer, and never raised."""
+    bundle = is_bundle(path)
+    kind = "tf_checkpoint" if bundle else _kind_of(path)
+    condition, reason, manifest = Condition.WHOLE, "", None
+    size, modified = _measured(_files_of(path) if bundle else [path])
+    try:
+        if bundle:
+            _bundle(path).verify(advance) if verify else _bundle(path).check()
+        else:
+            with format_of(path).open(path) as checkpoint:
+                manifest = checkpoint.manifest
+                if verify:
+                    checkpoint.verify(advance)
+    except (UnreadableCheckpointError, IncompatibleCheckpointError) as error:
+        condition, reason = Condition.UNKNOWN, _reason(error)
+    except (CorruptCheckpointError, CheckpointNotFoundError) as error:
+        condition, reason = Condition.DAMAGED, _reason(error)
+        if not bundle and manifest is None and is_plain_keras(path):
+            condition = Condition.UNKNOWN
+            reason = "Keras wrote it: it has no manifest, and no digests to verify it by"
+    return Surveyed(path, kind, size, modified, manifest, condition, reason, verify)
+
+
+def oldest_first(found: Sequence[Surveyed]) -> list[Surveyed]:
+    """In the order in which they were published, as far as they say."""
+    return sorted(
+        found,
+        key=lambda one: (
+            one.manifest.sequence / 1000 if one.manifest else one.modified,
+            one.path.name,
+        ),
+    )
+
+
+def size_of(path: Path) -> int:
+    """How many bytes there are to read."""
+    return _measured(_files_of(path) if is_bundle(path) else [path])[0]
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        with format_of(path).open(path):
+            return True
+    except SafeCheckpointError:
+        return False
+
+
+def _kind_of(path: Path) -> str:
+    return next(
+        (name for name, known in FORMATS.items() if path.name.endswith(known.suffix)), "unknown"
+    )
+
+
+def _bundle(path: Path) -> Bundle:
+    return Bundle(path.parent, path.name)
+
+
+def _files_of(path: Path) -> list[Path]:
+    """By the index, not by looking through a directory that may be huge."""
+    bundle = _bundle(path)
+    try:
+        shards = read_index(bundle.index).shards
+    except SafeCheckpointError:
+        shards = 0
+    return [bundle.index, *(bundle.data(shard, shards) for shard in range(shards))]
+
+
+def _measured(files: Sequence[Path]) -> tuple[int, float]:
+    size, modified = 0, 0.0
+    for file in files:
+        try:
+            status = file.stat()
+        except OSError:
+            continue  # Deleted meanwhile, or not ours to look at: said when it is opened.
+        size += status.st_size
+        modified = max(modified, status.st_mtime)
+    return size, modified
+
+
+def _reason(error: SafeCheckpointError) -> str:
+    differences = error.facts.get("differences")
+    if differences:
+        return "; ".join(map(str, differences))
+    return str(error.facts.get("reason") or error)
