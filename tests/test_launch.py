@@ -21,8 +21,9 @@ from processes import environment, wait_until
 
 from keras_safe_ckpt.cli.main import main
 from keras_safe_ckpt.cluster import launch as launch_module
-from keras_safe_ckpt.cluster.launch import Plan, describe_code, worker_environment
 from keras_safe_ckpt.cluster.launch import launch as run_group
+from keras_safe_ckpt.cluster.launch import worker_environment
+from keras_safe_ckpt.cluster.launch_plan import Plan, describe_code
 from keras_safe_ckpt.cluster.worker_output import Printer, wants_colour
 
 #: Counts its lives in a file; what it does in each is the argument, split by commas.

@@ -13,7 +13,8 @@ from typing import Any
 
 from keras_safe_ckpt.cli.demo_screen import ShownRun
 from keras_safe_ckpt.cli.demo_worker import BATCHES, EPOCHS
-from keras_safe_ckpt.cluster.launch import RESTART_CODES, Outcome, Plan, launch
+from keras_safe_ckpt.cluster.launch import launch
+from keras_safe_ckpt.cluster.launch_plan import RESTART_CODES, Outcome, Plan
 
 _TOTAL = EPOCHS * BATCHES
 

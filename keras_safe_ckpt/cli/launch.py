@@ -9,14 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from keras_safe_ckpt.cli.screen import add_common_options, print_json
-from keras_safe_ckpt.cluster.launch import (
-    RESTART_CODES,
-    Outcome,
-    Plan,
-    describe_code,
-    launch,
-)
-from keras_safe_ckpt.cluster.worker_output import Printer
+from keras_safe_ckpt.cluster.launch_plan import RESTART_CODES, Outcome, Plan, describe_code
 
 _EPILOG = """\
 Each worker gets a TF_CONFIG with free ports of this machine, so that
@@ -101,6 +94,10 @@ def run_launch(options: argparse.Namespace) -> int:
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     if options.json:
         return _launch_for_a_program(plan)
+    # Needs asyncio, which takes as long to import as all commands together.
+    from keras_safe_ckpt.cluster.launch import launch
+    from keras_safe_ckpt.cluster.worker_output import Printer
+
     printer = Printer(options.workers)
     outcome = launch(plan, printer)
     for line in summary(outcome):
@@ -110,6 +107,9 @@ def run_launch(options: argparse.Namespace) -> int:
 
 def _launch_for_a_program(plan: Plan) -> int:
     """What the workers print goes to standard error, and the outcome alone to standard output."""
+    from keras_safe_ckpt.cluster.launch import launch
+    from keras_safe_ckpt.cluster.worker_output import Printer
+
     with contextlib.redirect_stdout(sys.stderr):
         outcome = launch(plan, Printer(plan.workers))
     print_json(

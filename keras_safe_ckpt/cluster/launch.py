@@ -12,12 +12,11 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, NamedTuple, Protocol
 
-#: What a preempted worker ends with (elsewhere, and on Google's machines) to be started again.
-RESTART_CODES = (42, 143)
+from keras_safe_ckpt.cluster.launch_plan import Attempt, Outcome, Plan, describe_code
+
 #: A group that lived so long was not in a crash loop: the pause begins small again.
 _LIVED_LONG_SECONDS = 60.0
 _LONGEST_PAUSE_SECONDS = 60.0
@@ -25,42 +24,6 @@ _LONGEST_PAUSE_SECONDS = 60.0
 #: and to save. One that was killed may be missed only after ten seconds, by its heartbeat.
 _SETTLE_SECONDS = 20.0
 _PR_SET_PDEATHSIG = 1
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is to be run, how often, and how long to wait in between."""
-
-    command: Sequence[str]
-    workers: int
-    max_restarts: int = 10
-    restart_codes: Collection[int] = RESTART_CODES
-    first_pause_seconds: float = 0.5
-    #: How long the workers have to end after a signal, before they are killed.
-    grace_seconds: float = 60.0
-
-
-@dataclass
-class Attempt:
-    """One life of the group: how each worker ended, and after how long."""
-
-    #: By worker, in the order in which they ended.
-    codes: dict[int, int] = field(default_factory=dict)
-    seconds: float = 0.0
-
-    @property
-    def first_failure(self) -> tuple[int, int] | None:
-        """The worker that ended the group, and its code."""
-        return next(((worker, code) for worker, code in self.codes.items() if code), None)
-
-
-@dataclass
-class Outcome:
-    """All lives of the group, and the exit code of the launcher."""
-
-    attempts: list[Attempt]
-    code: int
-    verdict: str
 
 
 class WorkerScreen(Protocol):
@@ -274,14 +237,6 @@ def worker_environment(
     cluster = {"worker": [f"127.0.0.1:{port}" for port in ports]}
     config = {"cluster": cluster, "task": {"type": "worker", "index": worker}}
     return {**environment, "TF_CONFIG": json.dumps(config), "PYTHONUNBUFFERED": "1"}
-
-
-def describe_code(code: int) -> str:
-    """An exit code as a person would say it; signals are counted from 128 as a shell does."""
-    with contextlib.suppress(ValueError):
-        if code > 128:
-            return f"code {code} ({signal.Signals(code - 128).name})"
-    return f"code {code}"
 
 
 class _Output(NamedTuple):
