@@ -213,6 +213,8 @@ def python_of(page: Path) -> str:
 def test_code_of_the_pages_and_of_the_docstrings_runs(tmp_path):
     pages = {str(page.relative_to(PROJECT)): python_of(page) for page in PAGES}
     pages["README.md"] = python_of(PROJECT / "README.md")
+    assert sum(map(bool, pages.values())) >= 10
+    assert pages["README.md"], "the README begins with code"
     docstrings = {name: "\n".join(examples_of(one)) for name, one in public_names().items()}
     server = None
     if BINARY is None:
