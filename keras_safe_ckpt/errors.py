@@ -34,7 +34,17 @@ from typing import Any
 
 
 class SafeCheckpointError(Exception):
-    """The root of the tree: ``except SafeCheckpointError`` catches all of it."""
+    """The root of the tree: ``except SafeCheckpointError`` catches all of it.
+
+    The ``facts`` are attributes as well; ``message`` is what is shown.
+
+    Example::
+
+        try:
+            store.load(model)
+        except SafeCheckpointError as error:
+            print(type(error).__name__, error.facts)
+    """
 
     def __init__(self, message: str, **facts: Any) -> None:
         super().__init__(message)
@@ -60,7 +70,10 @@ def _rebuild(
 
 
 class UnsafePathError(SafeCheckpointError, ValueError):
-    """A path that is never written to: a symbolic link, ``..``, a NUL byte, a directory."""
+    """A path that is never written to: a symbolic link, ``..``, a NUL byte, a directory.
+
+    ``path`` is the path, ``reason`` says what is wrong with it.
+    """
 
     path: str
     reason: str
@@ -71,7 +84,11 @@ class UnsafePathError(SafeCheckpointError, ValueError):
 
 
 class LockTimeoutError(SafeCheckpointError, TimeoutError):
-    """Somebody else held the lock for the whole time that we were willing to wait."""
+    """Somebody else held the lock for the whole time that we were willing to wait.
+
+    ``path`` is what was to be locked, ``holder`` says who has it (host, pid, worker, since when),
+    and ``waited`` is in seconds.
+    """
 
     path: str
     holder: str
@@ -89,7 +106,10 @@ class LockTimeoutError(SafeCheckpointError, TimeoutError):
 
 
 class LockLostError(SafeCheckpointError, RuntimeError):
-    """A lock that was held is not held any more; nothing was committed under it."""
+    """A lock that was held is not held any more; nothing was committed under it.
+
+    ``path`` is what was locked, ``reason`` says how the lock was lost.
+    """
 
     path: str
     reason: str
@@ -104,7 +124,10 @@ class LockLostError(SafeCheckpointError, RuntimeError):
 
 
 class StaleHolderError(SafeCheckpointError, RuntimeError):
-    """Another process was granted the lock while this one believed to hold it."""
+    """Another process was granted the lock while this one believed to hold it.
+
+    ``path`` is what was locked, by ``token``; ``newest`` is that of the other process.
+    """
 
     path: str
     token: int
@@ -122,7 +145,10 @@ class StaleHolderError(SafeCheckpointError, RuntimeError):
 
 
 class LocksUnsupportedError(SafeCheckpointError, OSError):
-    """Nothing can be locked here, so nothing can be shared safely."""
+    """Nothing can be locked here, so nothing can be shared safely.
+
+    ``path`` is the directory or file, ``reason`` what its file system says or does.
+    """
 
     path: str
     reason: str
@@ -138,7 +164,10 @@ class LocksUnsupportedError(SafeCheckpointError, OSError):
 
 
 class LockServerUnreachableError(SafeCheckpointError, ConnectionError):
-    """The lock server did not answer, or not as a lock server should."""
+    """The lock server did not answer, or not as a lock server should.
+
+    ``server`` is its address without the password, ``reason`` what went wrong.
+    """
 
     server: str
     reason: str
@@ -153,7 +182,10 @@ class LockServerUnreachableError(SafeCheckpointError, ConnectionError):
 
 
 class LockServerRefusedError(SafeCheckpointError, PermissionError):
-    """The lock server answered, and does not let us in."""
+    """The lock server answered, and does not let us in.
+
+    ``server`` is its address without the password, ``reason`` its answer.
+    """
 
     server: str
     reason: str
@@ -168,7 +200,11 @@ class LockServerRefusedError(SafeCheckpointError, PermissionError):
 
 
 class CheckpointNotFoundError(SafeCheckpointError, FileNotFoundError):
-    """There is no (usable) checkpoint where one was asked for."""
+    """There is no (usable) checkpoint where one was asked for.
+
+    ``path`` is where it was looked for, ``reason`` says what was found; ``what`` names something
+    else that is missing.
+    """
 
     path: str
     reason: str
@@ -185,7 +221,10 @@ class CheckpointNotFoundError(SafeCheckpointError, FileNotFoundError):
 
 
 class CorruptCheckpointError(SafeCheckpointError, ValueError):
-    """The file is damaged, or is not what it says."""
+    """The file is damaged, or is not what it says.
+
+    ``path`` is the file, ``reason`` what is wrong with it.
+    """
 
     path: str
     reason: str
@@ -198,7 +237,11 @@ class CorruptCheckpointError(SafeCheckpointError, ValueError):
 
 
 class CorruptRecordError(CorruptCheckpointError):
-    """A record of a TFRecord file is damaged, or records are missing."""
+    """A record of a TFRecord file is damaged, or records are missing.
+
+    ``record`` is its number in ``path``, from 0, ``offset`` the byte where it begins, ``reason``
+    what is wrong there.
+    """
 
     record: int
     offset: int
@@ -217,7 +260,10 @@ class CorruptRecordError(CorruptCheckpointError):
 
 
 class UnreadableCheckpointError(SafeCheckpointError, OSError):
-    """The file could not be read now; what is in it may be fine, so it is never replaced."""
+    """The file could not be read now; what is in it may be fine, so it is never replaced.
+
+    ``path`` is the file, ``cause`` the error of the system, which ``reason`` says in words.
+    """
 
     path: str
     reason: str
@@ -234,7 +280,10 @@ class UnreadableCheckpointError(SafeCheckpointError, OSError):
 
 
 class IncompatibleCheckpointError(SafeCheckpointError, ValueError):
-    """The file is sound but does not fit this model or this version; nothing was changed."""
+    """The file is sound but does not fit this model or this version; nothing was changed.
+
+    ``path`` is the file; ``differences`` are texts, one for each array that does not fit.
+    """
 
     path: str
     differences: tuple[str, ...]
@@ -268,6 +317,9 @@ _ADVICE = {
 
 class CheckpointWriteError(SafeCheckpointError, OSError):
     """A save failed; whatever was there before is untouched.
+
+    ``path`` is the file, ``cause`` what the system said and what to do about it, ``step`` that of
+    the checkpoint.
 
     With ``published=True`` the new file took the place of the old one, whole, and only the
     directory could not be synced: a power cut now may bring the old one back.
@@ -317,7 +369,11 @@ def _describe(error: OSError) -> str:
 
 
 class MergeConflictError(SafeCheckpointError, ValueError):
-    """Files that were to become one do not fit together; nothing was written."""
+    """Files that were to become one do not fit together; nothing was written.
+
+    ``dataset`` is the first one with a conflict, ``files`` are those that disagree, ``reason`` says
+    how.
+    """
 
     dataset: str
     files: tuple[str, ...]
@@ -334,7 +390,10 @@ class MergeConflictError(SafeCheckpointError, ValueError):
 
 
 class ClusterConfigError(SafeCheckpointError, ValueError):
-    """The description of the cluster (TF_CONFIG, SLURM_*, ...) is wrong."""
+    """The description of the cluster (TF_CONFIG, SLURM_*, ...) is wrong.
+
+    ``key`` is the variable, or the key within it, ``reason`` what was expected and received.
+    """
 
     key: str
     reason: str
@@ -344,7 +403,10 @@ class ClusterConfigError(SafeCheckpointError, ValueError):
 
 
 class AgreementError(SafeCheckpointError, RuntimeError):
-    """The workers of a cluster cannot go on together: one failed, died or did not answer."""
+    """The workers of a cluster cannot go on together: one failed, died or did not answer.
+
+    ``missing`` are the workers (such as ``"worker 1"``) that did, ``reason`` says what is known.
+    """
 
     missing: tuple[str, ...]
     reason: str

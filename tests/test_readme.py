@@ -13,31 +13,6 @@ from processes import PROJECT, environment
 README = (PROJECT / "README.md").read_text()
 
 
-def python_blocks() -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-
-
-def test_snippets_run(tmp_path):
-    blocks = python_blocks()
-    assert len(blocks) >= 2
-    script = tmp_path / "snippets.py"
-    script.write_text("\n".join(blocks))
-    done = subprocess.run(
-        [sys.executable, script],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "\n3 {'loss': " in done.stdout
-    names = sorted(p.name for p in (tmp_path / "checkpoints").glob("*.h5"))
-    assert names == ["ckpt-0000000002.weights.h5", "ckpt-0000000003.weights.h5"]
-    run = sorted(p.name for p in (tmp_path / "run").iterdir() if not p.name.startswith("."))
-    assert {"best.keras", "003.weights.h5", "004.weights.h5", "005.weights.h5"} <= set(run)
-
-
 def test_links_lead_somewhere():
     for document in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
         text = (PROJECT / document).read_text()

@@ -33,6 +33,16 @@ class SafeModelCheckpoint(_ModelCheckpoint):  # type: ignore[misc]
     The arguments up to ``initial_value_threshold`` are those of Keras and mean the same.
 
     Args:
+        filepath: where the model goes, with placeholders such as ``{epoch:02d}``, ``{batch}``,
+            ``{val_loss:.2f}`` and ``{worker}``. It ends in ``.keras`` or ``.h5`` for whole models,
+            in ``.weights.h5`` for weights.
+        monitor: the metric by which one model is better than another.
+        verbose: 1 says in a line what was saved.
+        save_best_only: save only what is better than all before, the file on the disk included.
+        save_weights_only: weights and optimizer instead of the whole model.
+        mode: ``"min"``, ``"max"``, or ``"auto"`` to tell by the metric.
+        save_freq: ``"epoch"``, or after so many batches.
+        initial_value_threshold: what the first model must be better than.
         background: capture the model (milliseconds) and write while training goes on. False:
             the model is durable when the batch or epoch ends.
         write_policy: who writes when several processes train: ``"auto"`` (the chief if they
@@ -174,7 +184,7 @@ class SafeModelCheckpoint(_ModelCheckpoint):  # type: ignore[misc]
         and optimizer are replaced, else a file with a whole model becomes a new one. By what it
         is the best, the files say themselves; or pass ``monitor`` and ``mode``. One of several
         workers gets its own; ``worker`` asks for that of another. A file that is damaged is
-        passed over, and said.
+        passed over, and said. ``custom_objects`` are for Keras, by name.
         """
         templates = saved_under(filepath, worker)
         return load_in_order(templates, best_first(monitor, mode), model, custom_objects)
@@ -187,7 +197,10 @@ class SafeModelCheckpoint(_ModelCheckpoint):  # type: ignore[misc]
         worker: int | None = None,
         custom_objects: Mapping[str, Any] | None = None,
     ) -> Any:
-        """The newest model that was saved under ``filepath``, verified; as `load_best`."""
+        """The newest model that was saved under ``filepath``, verified.
+
+        ``model``, ``worker`` and ``custom_objects`` as for `load_best`.
+        """
         templates = saved_under(filepath, worker)
         return load_in_order(templates, newest_first, model, custom_objects)
 

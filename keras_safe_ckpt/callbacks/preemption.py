@@ -45,8 +45,9 @@ class PreemptionAwareCallback(_Callback):  # type: ignore[misc]
             none fits; ``"if_possible"`` starts afresh then; False always does.
         notices: ``"auto"`` watches for SIGTERM, SLURM's signals in a job of SLURM, and what
             Google, AWS or Azure say on their machines. Or a signal, a function that is asked
-            every second, ``"gcp"``, ``"aws"``, ``"azure"``, ``"slurm"``, a
-            `tf.distribute.experimental.TerminationConfig`, or a list of these.
+            every second, ``"gcp"``, ``"aws"``, ``"azure"``, ``"slurm"``, an object with
+            ``start(desk)`` and ``stop()``, a `tf.distribute.experimental.TerminationConfig`, or a
+            list of these.
         grace_period: seconds between a notice and the end; None is what the platform gives.
         on_preempted: ``"exit"``, or ``"stop"`` to let `fit` return (see `preempted`).
         exit_code: 42, on Google's machines 143, unless given.
@@ -58,7 +59,7 @@ class PreemptionAwareCallback(_Callback):  # type: ignore[misc]
     Example::
 
         keras.utils.set_random_seed(1)
-        model.fit(x, y, epochs=100, callbacks=[PreemptionAwareCallback("run/state")])
+        model.fit(x, y, epochs=10, callbacks=[PreemptionAwareCallback("run/state")])
     """
 
     belongs_to_preemption = True

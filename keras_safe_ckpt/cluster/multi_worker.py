@@ -36,7 +36,7 @@ _BATCH_NORMALIZATION = (
 
 
 class MultiWorkerFit:
-    """What `enable_multi_worker_fit` has done, to undo it: `disable`, or the end of a `with`."""
+    """What ``enable_multi_worker_fit`` has done; `disable`, or the end of a ``with``, undoes it."""
 
     def __init__(self, message: str, was_enabled: bool) -> None:
         #: What was found out about this Keras, in words.
@@ -45,6 +45,7 @@ class MultiWorkerFit:
 
     @property
     def enabled(self) -> bool:
+        """Whether functions of Keras are replaced at the moment."""
         return bool(_replaced)
 
     def disable(self) -> None:

@@ -13,13 +13,20 @@ from keras_safe_ckpt.storage.path_template import WORKER, PathTemplate
 class WritePolicy(Protocol):
     """Decides for one role; two roles that write must get two places, or share one knowingly."""
 
-    def writes(self, role: Role) -> bool: ...
+    def writes(self, role: Role) -> bool:
+        """Whether this one writes at all."""
 
-    def place(self, template: PathTemplate, role: Role) -> PathTemplate: ...
+    def place(self, template: PathTemplate, role: Role) -> PathTemplate:
+        """Where it does: the template, which is a path with placeholders, or another path."""
 
 
 class ChiefOnly:
-    """The chief writes, to the path as it is given; the others only take part in the capture."""
+    """The chief writes, to the path as it is given; the others only take part in the capture.
+
+    Example::
+
+        SafeModelCheckpoint("run/best.keras", save_best_only=True, write_policy=ChiefOnly())
+    """
 
     def writes(self, role: Role) -> bool:
         return role.chief
@@ -36,6 +43,10 @@ class PerWorker:
 
     The number of the worker goes where the path says ``{worker}``, else into a folder
     ``worker-<n>`` beside the file.
+
+    Example::
+
+        SafeModelCheckpoint("run/{worker}-{epoch:03d}.keras", write_policy=PerWorker())
     """
 
     def writes(self, role: Role) -> bool:

@@ -56,13 +56,12 @@ class CentralH5Writer:
 
     Example::
 
-        with CentralH5Writer("statistics.h5") as writer:
-            feed = writer.feed()
-            with multiprocessing.Pool(4) as pool:
-                pool.starmap(simulate, [(feed, seed) for seed in range(100)])
+        def simulate(feed, seed):  # in any process
+            feed.append("reward", [np.random.default_rng(seed).normal()])
 
-        def simulate(feed, seed):
-            feed.append("reward", [run(seed)])
+        with CentralH5Writer("statistics.h5") as writer:
+            with multiprocessing.Pool(4) as pool:
+                pool.starmap(simulate, [(writer.feed(), seed) for seed in range(100)])
 
     Close it when the feeders are done. If the block ends by an error the file is not published;
     what was appended is kept for the next writer of this path.

@@ -28,7 +28,7 @@ _FRAME_BYTES = 16 << 20
 
 
 class Feed:
-    """Hands rows to a `CentralH5Writer`, from any process of its machine.
+    """Hands rows to a ``CentralH5Writer``, from any process of its machine.
 
     It can be pickled and copied, sent to a process or inherited by one. The rows of one process
     keep their order.
@@ -50,7 +50,7 @@ class Feed:
         compression: str | int | None = None,
         attributes: Mapping[str, Any] | None = None,
     ) -> None:
-        """Rows at the end of a dataset, as for `WorkerH5Writer.append`.
+        """Rows at the end of a dataset, as for ``WorkerH5Writer.append``.
 
         When it returns they will be in the file, even if this process or the writer's is killed
         at once; after a power cut, if `flush` has returned. It waits while the writer is 64 MiB

@@ -39,10 +39,10 @@ class WorkerH5Writer:
     Example::
 
         with WorkerH5Writer("predictions") as writer:
-            for ids, x in batches:
-                writer.append("id", ids)
-                writer.append("score", model.predict_on_batch(x))
-                writer.flush()
+            for start in range(0, len(x), 32):
+                writer.append("id", np.arange(start, start + 32))
+                writer.append("score", model.predict_on_batch(x[start : start + 32]))
+                writer.flush()  # this far it survives a crash
 
     Use it from any number of threads of one process. If the block ends by an error the file is not
     published; what was appended can be recovered (``keras-safe-ckpt recover``).
@@ -110,8 +110,9 @@ class WorkerH5Writer:
     ) -> None:
         """Rows at the end of a dataset; the first ones decide on its type and their shape.
 
-        Arguments as for `write`. All rows have one shape: pad what has different lengths, or
-        append the values to one dataset and the lengths to another.
+        ``name``, ``compression`` and ``attributes`` as for `write`. All ``rows`` have one shape:
+        pad what has different lengths, or append the values to one dataset and the lengths to
+        another.
         """
         with self._turn.taken():
             self._check_open()
@@ -120,7 +121,7 @@ class WorkerH5Writer:
                 self._file.flush()
 
     def rows(self, name: str) -> int:
-        """How many rows of this name there are by now."""
+        """How many rows the dataset ``name`` has by now."""
         with self._turn.taken():
             self._check_open()
             return self._file.tables.rows(name)

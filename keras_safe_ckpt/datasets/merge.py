@@ -72,7 +72,7 @@ def merge_worker_files(
 
     Example::
 
-        merge_worker_files("predictions", "predictions.h5", workers=4, sort_key="id")
+        merge_worker_files("predictions", "predictions.h5", workers=2, sort_key="id")
     """
     if how not in _HOW:
         raise ValueError(f"how: expected one of {_HOW}. Received: {how!r}")

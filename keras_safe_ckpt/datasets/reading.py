@@ -50,7 +50,7 @@ def locked_tfrecord_dataset(
 
     Example::
 
-        dataset = locked_tfrecord_dataset("data/train-*", shard=(workers, worker)).batch(32)
+        dataset = locked_tfrecord_dataset("data/train-*", shard=(2, 0)).batch(32)  # 0 of 2
     """
     import tensorflow as tf
 

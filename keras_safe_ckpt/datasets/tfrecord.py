@@ -59,7 +59,7 @@ class _RecordWriter:
         self._is_open = True
 
     def write(self, record: Any) -> None:
-        """Add a record: bytes, or a message such as ``tf.train.Example``."""
+        """Add a ``record``: bytes, or a message such as ``tf.train.Example``."""
         data = checked_record(record)
         with self._turn.taken():
             self._check_open()
@@ -216,8 +216,8 @@ class TFRecordShardWriter(RecordFileWriter):
     Example::
 
         with TFRecordShardWriter("data/train", shard=3, num_shards=8) as writer:
-            for example in examples:
-                writer.write(example.SerializeToString())
+            for record in records:
+                writer.write(record)  # bytes, or a tf.train.Example
     """
 
     def __init__(
@@ -259,8 +259,9 @@ class LockedTFRecordWriter(_RecordWriter):
     Example::
 
         with LockedTFRecordWriter("episodes.tfrecord") as writer:
-            for episode in episodes():
-                writer.write(episode.SerializeToString())
+            for record in records:
+                writer.write(record)
+            writer.flush()  # all of them are in the file
     """
 
     def __init__(

@@ -36,7 +36,7 @@ _SEARCH_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class RecordReport:
-    """What `verify_tfrecord` found: all checksums hold.
+    """What ``verify_tfrecord`` found: all checksums hold.
 
     ``is_counted``: a count is kept beside the file, and it is this one. Without one nobody can
     tell whether records are missing at the end.
@@ -51,7 +51,7 @@ class RecordReport:
 
 @dataclass(frozen=True)
 class RepairReport:
-    """What `repair_tfrecord` did: how many records were kept, and which bytes were left out.
+    """What ``repair_tfrecord`` did: how many records were kept, and which bytes were left out.
 
     ``left_out`` are ranges ``(begin, end)`` of the file; for a compressed one of the data in it,
     and the end is not known (-1).
@@ -80,6 +80,11 @@ def verify_tfrecord(
             records are missing.
 
     TensorFlow is not needed.
+
+    Example::
+
+        report = verify_tfrecord("data/train-00003-of-00008.tfrecord")
+        print(report.records, "records,", report.is_counted)
     """
     kind = None if compression_type is None else checked_compression_type(compression_type)
     target = resolved(path)
@@ -104,6 +109,11 @@ def repair_tfrecord(
         path: the damaged file.
         out: the new file, compressed in the same way. It takes its name when it is whole.
         compression_type: of both; None finds out by itself.
+
+    Example::
+
+        report = repair_tfrecord("damaged.tfrecord", "repaired.tfrecord")
+        print(report.records, "kept, left out:", report.left_out)
     """
     source, target = resolved(path), absolute(out)
     if source == resolved(out):
@@ -145,6 +155,10 @@ def split_tfrecord(
 
     Returns:
         The paths of the shards.
+
+    Example::
+
+        shards = split_tfrecord("episodes.tfrecord", "data/train", num_shards=8)
     """
     source = resolved(path)
     kind = None if compression_type is None else checked_compression_type(compression_type)

@@ -56,7 +56,7 @@ class SafeCheckpointManager(_Manager):  # type: ignore[misc]
         manager = SafeCheckpointManager(checkpoint, "run/ckpts", max_to_keep=3)
         manager.restore_or_initialize()
         for epoch in range(10):
-            ...
+            model.fit(x, y)  # or a loop of your own
             manager.save()
     """
 
@@ -120,18 +120,22 @@ class SafeCheckpointManager(_Manager):  # type: ignore[misc]
 
     @property
     def directory(self) -> str:
+        """Where the checkpoints go, as it was given."""
         return self._directory
 
     @property
     def checkpoint(self) -> Any:
+        """The `tf.train.Checkpoint` that is saved and restored."""
         return self._checkpoint
 
     @property
     def checkpoint_interval(self) -> int | None:
+        """How many steps must pass between two saves; None if none are counted."""
         return self._checkpoint_interval
 
     @property
     def locks(self) -> Locks:
+        """Those that keep others from the directory."""
         return self._place.locks
 
     @property
@@ -162,6 +166,8 @@ class SafeCheckpointManager(_Manager):  # type: ignore[misc]
 
         ``checkpoint_number`` is used as it is given: a checkpoint of that number is replaced, and
         stays until the new one is whole. Without it, a number is taken that nobody has.
+        ``check_interval=False`` saves whatever ``checkpoint_interval`` says; ``options`` is a
+        `tf.train.CheckpointOptions`.
         """
         with self._writer.turn():
             step = None
@@ -219,11 +225,12 @@ class SafeCheckpointManager(_Manager):  # type: ignore[misc]
     # Restoring.
 
     def restore(self, save_path: str | os.PathLike[str] | None = None, options: Any = None) -> Any:
-        """Restore the newest checkpoint that is whole, or this one; None if there is none at all.
+        """Restore the newest checkpoint that is whole, or the one at ``save_path``.
 
-        Returns what `tf.train.Checkpoint.restore` returns. Every byte is verified before the
-        first variable changes, and nobody deletes the checkpoint meanwhile. Those that are
-        damaged are passed over; `CorruptCheckpointError` if there are no others.
+        ``options`` is a `tf.train.CheckpointOptions`. Returns None if there is none at all, else
+        what `tf.train.Checkpoint.restore` returns. Every byte is verified before the first variable
+        changes, and nobody deletes the checkpoint meanwhile. Those that are damaged are passed
+        over; `CorruptCheckpointError` if there are no others.
         """
         restored = self._restore(save_path, options)
         return None if restored is None else restored[1]

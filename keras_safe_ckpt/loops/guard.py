@@ -53,7 +53,7 @@ class PreemptionGuard:
         step = tf.Variable(0, dtype=tf.int64)
         checkpoint = tf.train.Checkpoint(model=model, optimizer=optimizer, step=step)
         with PreemptionGuard(strategy.cluster_resolver, checkpoint, "run/ckpts") as guard:
-            while step < 1000:
+            while step < 100:
                 guard.run(train_step, next(iterator))
                 step.assign_add(1)
     """
@@ -113,8 +113,9 @@ class PreemptionGuard:
     def run(self, distributed_train_function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function that trains one step, and return what it returns.
 
-        Before it, at the end of the step before and of what the loop has done since, a checkpoint
-        is saved if it is due. An error in the function ends the other workers, too.
+        ``distributed_train_function`` is called with ``args`` and ``kwargs``. Before it, at the end
+        of the step before and of what the loop has done since, a checkpoint is saved if it is due.
+        An error in the function ends the other workers, too.
         """
         self._run.boundary()
         return self._run.step(distributed_train_function, args, kwargs)
@@ -122,7 +123,7 @@ class PreemptionGuard:
     def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
         """In place of `run`, after each step: save and stop if it is due.
 
-        The arguments are handed to the manager's `save`, or to ``save_fn``.
+        ``args`` and ``kwargs`` are handed to the manager's ``save``, or to ``save_fn``.
         """
         self._run.counts()
         self._run.boundary(args, kwargs)

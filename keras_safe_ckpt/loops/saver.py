@@ -26,15 +26,34 @@ _V1, _V2 = tf.compat.v1.train.SaverDef.V1, tf.compat.v1.train.SaverDef.V2
 class SafeSaver(_Saver):  # type: ignore[misc]
     """`tf.compat.v1.train.Saver` for any number of threads and processes in one directory.
 
-    The arguments and methods are those of TensorFlow, and ``locks`` (a `LockManager` or
-    `RedisLocks`). Two that save under one name take turns: the later one stays, whole. The
-    checkpoints of one ``save_path`` count together for ``max_to_keep``, whoever has saved them.
+    The arguments and methods are those of TensorFlow, and ``locks``. Two that save under one name
+    take turns: the later one stays, whole. The checkpoints of one ``save_path`` count together for
+    ``max_to_keep``, whoever has saved them.
+
+    Args:
+        var_list: the variables, as a list or by name; None takes all that can be saved.
+        reshape: restore into other shapes with as many elements, too.
+        sharded: write a data file for each device.
+        max_to_keep: how many stay; None or 0 keeps all.
+        keep_checkpoint_every_n_hours: one of each so many hours stays beyond that.
+        name: what the names of its operations in the graph begin with.
+        restore_sequentially: restore the variables of a device one after another.
+        saver_def: a ``SaverDef`` that says all this, in place of the arguments.
+        builder: a ``SaverBuilder`` that makes the operations.
+        defer_build: make them when ``build()`` is called.
+        allow_empty: no variables are no error; nothing is saved then.
+        write_version: ``SaverDef.V2``; files of version 1 have no checksums and are refused.
+        pad_step_number: write the step with eight digits.
+        save_relative_paths: is True, whatever is given, so that a directory can be moved.
+        filename: the path that the operations in the graph use unless they are told another one.
+        locks: a `LockManager` (default) or `RedisLocks`.
 
     Example::
 
-        saver = SafeSaver(max_to_keep=3)
-        with tf.compat.v1.Session() as session:
+        with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+            tf.compat.v1.get_variable("weight", shape=(3, 2))
             session.run(tf.compat.v1.global_variables_initializer())
+            saver = SafeSaver(max_to_keep=3)
             saver.save(session, "run/model", global_step=100)
             saver.restore(session, saver.latest("run"))
     """
@@ -113,6 +132,17 @@ class SafeSaver(_Saver):  # type: ignore[misc]
         """Save the variables of a session; the path that `restore` takes.
 
         A checkpoint of the same name is replaced, and stays until the new one is whole.
+
+        Args:
+            sess: the session.
+            save_path: the path of the checkpoint, to which ``global_step`` is added.
+            global_step: a number, or a tensor or the name of one.
+            latest_filename: the name of the file ``checkpoint``.
+            meta_graph_suffix: of the file with the graph.
+            write_meta_graph: write that file.
+            write_state: list it in the file ``checkpoint`` and delete what is too old.
+            strip_default_attrs: leave out of the graph what has its default value.
+            save_debug_info: write where in the program the graph was made.
         """
         state_name = latest_filename or DEFAULT_NAME
         if os.path.split(state_name)[0]:
@@ -156,12 +186,14 @@ class SafeSaver(_Saver):  # type: ignore[misc]
 
     @staticmethod
     def from_proto(saver_def: Any, import_scope: str | None = None) -> SafeSaver:
+        """A saver from a ``saver_def``, whose operations are under ``import_scope``."""
         return SafeSaver(saver_def=saver_def, name=import_scope)
 
     def restore(self, sess: Any, save_path: str | os.PathLike[str]) -> None:
         """Put the values of a checkpoint back, after verifying every byte of it.
 
-        Nobody deletes or replaces it meanwhile.
+        ``sess`` is the session, ``save_path`` what `save` or `latest` has returned. Nobody deletes
+        or replaces it meanwhile.
         """
         if save_path is None:
             raise ValueError("Can't load save_path when it is None.")
@@ -176,9 +208,10 @@ class SafeSaver(_Saver):  # type: ignore[misc]
     def latest(
         self, directory: str | os.PathLike[str], latest_filename: str | None = None
     ) -> str | None:
-        """The newest checkpoint of a directory whose parts are whole; None if there is none.
+        """The newest checkpoint of ``directory`` whose parts are whole; None if there is none.
 
-        As `tf.train.latest_checkpoint`, which believes the file ``checkpoint``.
+        As `tf.train.latest_checkpoint`, which believes the file ``checkpoint`` (or
+        ``latest_filename``).
         """
         folder = os.fspath(directory)
         place = self._place(folder, latest_filename or DEFAULT_NAME)
@@ -188,7 +221,7 @@ class SafeSaver(_Saver):  # type: ignore[misc]
 
     @property
     def last_checkpoints(self) -> list[str]:
-        """What `max_to_keep` counts where this saver has saved last, from oldest to newest."""
+        """What ``max_to_keep`` counts where this saver has saved last, from oldest to newest."""
         if self._last is None:
             return []
         place, family = self._last

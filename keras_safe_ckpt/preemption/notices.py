@@ -51,9 +51,11 @@ class Watcher(Protocol):
 
     name: str
 
-    def start(self, desk: Desk) -> None: ...
+    def start(self, desk: Desk) -> None:
+        """Tell the desk from now on."""
 
-    def stop(self) -> None: ...
+    def stop(self) -> None:
+        """Tell nobody any more."""
 
 
 class Poller:

@@ -24,7 +24,8 @@ class HeldLock(Protocol):
     """What ``with locks.exclusive(path) as held:`` yields."""
 
     @property
-    def path(self) -> str: ...
+    def path(self) -> str:
+        """What is locked."""
 
     def ensure_held(self) -> None:
         """Raise ``LockLostError`` or ``StaleHolderError`` unless the lock is still ours.
@@ -48,13 +49,16 @@ class Locks(Protocol):
 
     def exclusive(
         self, path: str | os.PathLike[str], timeout: float | None = None
-    ) -> AbstractContextManager[HeldLock]: ...
+    ) -> AbstractContextManager[HeldLock]:
+        """Hold the lock on ``path`` alone; None waits as long as the backend was told to."""
 
     def shared(
         self, path: str | os.PathLike[str], timeout: float | None = None
-    ) -> AbstractContextManager[HeldLock]: ...
+    ) -> AbstractContextManager[HeldLock]:
+        """Hold it together with other readers, and without any writer."""
 
-    def check(self, directory: str | os.PathLike[str]) -> None: ...
+    def check(self, directory: str | os.PathLike[str]) -> None:
+        """Raise now if nothing can be locked there."""
 
 
 def is_locks(value: Any) -> bool:

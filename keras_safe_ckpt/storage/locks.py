@@ -256,10 +256,11 @@ class LockManager:
     Example::
 
         locks = LockManager(timeout=10)
-        with locks.exclusive("model.keras") as held:
-            ...
+        with locks.exclusive("results.csv") as held:
+            with open("results.csv.new", "w") as file:
+                file.write("1,2,3")
             held.ensure_held()
-            os.replace("model.keras.tmp", "model.keras")
+            os.replace("results.csv.new", "results.csv")
     """
 
     def __init__(self, *, timeout: float = 60.0, worker: str | None = None) -> None:
@@ -280,13 +281,16 @@ class LockManager:
     def exclusive(
         self, path: str | os.PathLike[str], timeout: float | None = None
     ) -> AbstractContextManager[HeldLock]:
-        """Hold the lock on ``path`` alone."""
+        """Hold the lock on ``path`` alone, after waiting ``timeout`` seconds at most."""
         return self._lock(path, _EXCLUSIVE, timeout)
 
     def shared(
         self, path: str | os.PathLike[str], timeout: float | None = None
     ) -> AbstractContextManager[HeldLock]:
-        """Hold the lock on ``path`` together with other readers, and without any writer."""
+        """Hold the lock on ``path`` together with other readers, and without any writer.
+
+        ``timeout`` as for `exclusive`.
+        """
         return self._lock(path, _SHARED, timeout)
 
     def _lock(self, path: str | os.PathLike[str], flags: LockFlags, timeout: float | None) -> Hold:

@@ -236,10 +236,9 @@ class RedisLocks:
     Example::
 
         locks = RedisLocks("redis://:secret@lockhost:6379/0", timeout=10)
-        with locks.exclusive("/shared/model.keras") as held:
-            ...
-            held.ensure_held()
-            os.replace("/shared/model.keras.tmp", "/shared/model.keras")
+        callback = SafeModelCheckpoint("/shared/best.keras", save_best_only=True, locks=locks)
+        with locks.exclusive("/shared/results.csv") as held:
+            held.ensure_held()  # right before you commit anything
     """
 
     def __init__(
@@ -285,13 +284,16 @@ class RedisLocks:
     def exclusive(
         self, path: str | os.PathLike[str], timeout: float | None = None
     ) -> AbstractContextManager[HeldLock]:
-        """Hold the lock on ``path`` alone."""
+        """Hold the lock on ``path`` alone, after waiting ``timeout`` seconds at most."""
         return self._hold(path, LockFlags.EXCLUSIVE, timeout)
 
     def shared(
         self, path: str | os.PathLike[str], timeout: float | None = None
     ) -> AbstractContextManager[HeldLock]:
-        """Hold the lock on ``path`` together with other readers, and without any writer."""
+        """Hold the lock on ``path`` together with other readers, and without any writer.
+
+        ``timeout`` as for `exclusive`.
+        """
         return self._hold(path, LockFlags.SHARED, timeout)
 
     def _hold(self, path: str | os.PathLike[str], flags: LockFlags, timeout: float | None) -> Hold:
@@ -299,5 +301,5 @@ class RedisLocks:
         return Hold(RedisLock(self, checked_path(path), flags, seconds))
 
     def check(self, directory: str | os.PathLike[str]) -> None:
-        """Raise now if the server is down or does not let us in; no directory matters to it."""
+        """Raise now if the server is down or does not let us in, whatever ``directory`` is."""
         self.server.connect().close()

@@ -39,12 +39,18 @@ def unless_newer(incumbent: Manifest | None, new: Manifest) -> str | None:
 class Retention(Protocol):
     """Chooses from the checkpoints of a directory, oldest first, those to keep."""
 
-    def keep(self, checkpoints: Sequence[Checkpoint]) -> Sequence[Checkpoint]: ...
+    def keep(self, checkpoints: Sequence[Checkpoint]) -> Sequence[Checkpoint]:
+        """Those of one series that are to stay."""
 
 
 @dataclass(frozen=True)
 class KeepNewest:
-    """Keep the newest ``count``."""
+    """Keep the newest ``count``.
+
+    Example::
+
+        store.publish(model, step=100, retention=KeepNewest(3))
+    """
 
     count: int
 
@@ -57,7 +63,19 @@ class KeepNewest:
 
 @dataclass(frozen=True)
 class KeepBest:
-    """Keep the ``count`` best by a metric; those without it, or with NaN, are not among them."""
+    """Keep the ``count`` best by a metric; those without it, or with NaN, are not among them.
+
+    Args:
+        count: how many.
+        monitor: the metric.
+        mode: ``"min"`` or ``"max"``, whichever is better.
+
+    Example::
+
+        store.publish(
+            model, step=100, metrics={"accuracy": 0.9}, retention=KeepBest(2, "accuracy", "max")
+        )
+    """
 
     count: int
     monitor: str
@@ -80,7 +98,12 @@ class KeepBest:
 
 @dataclass(frozen=True)
 class KeepEvery:
-    """Keep one (the last) of each ``epochs`` epochs, or of each ``hours`` hours."""
+    """Keep one (the last) of each ``epochs`` epochs, or of each ``hours`` hours.
+
+    Example::
+
+        store.prune(KeepAny((KeepEvery(hours=24), KeepNewest(5))))
+    """
 
     epochs: int | None = None
     hours: float | None = None
@@ -112,7 +135,12 @@ class KeepEvery:
 
 @dataclass(frozen=True)
 class KeepAny:
-    """Keep what any of several policies keeps."""
+    """Keep what any of several ``policies`` keeps.
+
+    Example::
+
+        store.prune(KeepAny((KeepNewest(3), KeepBest(1, "loss"))))
+    """
 
     policies: tuple[Retention, ...]
 

@@ -107,16 +107,32 @@ class CheckpointStore:
         retention: Retention | None = None,
         background: bool = False,
     ) -> Checkpoint | None:
-        """Save a model, or a snapshot taken of it before, under ``name``.
+        """Save a model, or a snapshot taken of it before.
 
-        Returns the checkpoint; None if the veto kept the incumbent, or with ``background=True``,
-        where the model is captured when this returns and durable after `wait`. An error in the
-        background is raised by the next call.
+        Args:
+            model_or_snapshot: the model as it is now is captured.
+            step: goes into the manifest, and into the file name if there is no ``name``.
+            epoch: how many epochs are finished.
+            batch: how many batches of the next one are.
+            metrics: numbers by name.
+            monitor: the metric by which this checkpoint is judged.
+            mode: whether ``"min"`` or ``"max"`` of it is better.
+            extra: anything that JSON can hold.
+            extra_arrays: arrays beside those of the model, see the method `extra_arrays`.
+            name: of the file; without one it is ``ckpt-`` and the step.
+            series: what ``retention`` looks at: without a ``name`` the numbered ones, a ``name`` of
+                your own is a series of its own.
+            veto: asked under the lock, with the manifests of what is in place and of what is to
+                replace it: a text is the reason to leave the former. By default it stays if it is
+                newer.
+            set_aside: asked in the same way whether to keep the former under another name
+                (``3.keras`` becomes ``3~2.keras``).
+            retention: deletes older checkpoints of the same series and worker, never this one.
+            background: the model is captured when this returns, and durable after `wait`. An error
+                is raised by the next call.
 
-        ``retention`` deletes older checkpoints of the same ``series`` and worker, never the one
-        that is published: without a ``name`` the series is that of the numbered ones, a ``name``
-        of your own is a series of its own. What ``set_aside`` says of the file in place keeps it,
-        under another name (``3.keras`` becomes ``3~2.keras``).
+        Returns:
+            The checkpoint; None if the veto kept the one in place, or in the background.
         """
         self._writer.raise_error()
         step = _whole_number("step", step)
@@ -157,7 +173,10 @@ class CheckpointStore:
         self._writer.wait()
 
     def checkpoints(self, on_skip: OnSkip | None = None) -> list[Checkpoint]:
-        """All files here that carry our manifest, oldest first; their arrays are not verified."""
+        """All files here that carry our manifest, oldest first; their arrays are not verified.
+
+        ``on_skip(path, reason)`` is told of each file that is passed over.
+        """
         return self._catalog.checkpoints(on_skip)
 
     def latest(self, on_skip: OnSkip | None = None) -> Checkpoint | None:
@@ -168,7 +187,11 @@ class CheckpointStore:
         return self._catalog.latest(self.events.report_skip if on_skip is None else on_skip)
 
     def verify(self, path: str | os.PathLike[str]) -> Manifest:
-        """Compare every byte with the manifest; `CorruptCheckpointError` if one differs."""
+        """Compare every byte at ``path`` with its manifest, which is returned.
+
+        Raises:
+            CorruptCheckpointError: if one differs.
+        """
         with format_of(path := self._resolved(path)).open(path) as checkpoint:
             checkpoint.verify()
         return checkpoint.manifest
@@ -182,10 +205,10 @@ class CheckpointStore:
     ) -> tuple[Any, Manifest]:
         """Load the newest whole checkpoint, or the one at ``path``, verified.
 
-        ``path`` is absolute (as that of a `Checkpoint`) or a name in the directory of the store.
+        ``path`` is absolute (as that of a ``Checkpoint``) or a name in the directory of the store.
         With a ``model`` its weights and optimizer are replaced, or, if anything does not fit,
-        left as they were. Without one the file must be a ``.keras``, and a new model is made.
-        Returns the model and the manifest.
+        left as they were. Without one the file must hold a whole model, and a new one is made, with
+        ``custom_objects`` for Keras. Returns the model and the manifest.
         """
         self._writer.wait()
         began = time.perf_counter()
@@ -198,7 +221,7 @@ class CheckpointStore:
         return model, manifest
 
     def extra_arrays(self, path: str | os.PathLike[str]) -> dict[str, np.ndarray[Any, Any]]:
-        """The arrays that were published beside those of the model, verified."""
+        """The arrays that were published at ``path`` beside those of the model, verified."""
         prefix = f"{EXTRA_GROUP}/"
         with format_of(path := self._resolved(path)).open(path) as checkpoint:
             return {
@@ -208,7 +231,7 @@ class CheckpointStore:
             }
 
     def check_target(self, name: str) -> None:
-        """Raise if a save under this name could not replace what is there."""
+        """Raise if a save under ``name`` could not replace what is there."""
         self._publisher.check_target(name)
 
     @property
