@@ -484,6 +484,11 @@ def test_file_of_keras_in_place_is_said():
     with pytest.warns(UserWarning, match=r"m\.keras is there, and its val_loss is not known"):
         drive(SafeModelCheckpoint("m.keras", save_best_only=True), losses(0.5))
     assert weight("m.keras") == 1.0
+    tiny_model(3.0).save("m.keras")
+    callback = SafeModelCheckpoint("m.keras", save_best_only=True, initial_value_threshold=0.4)
+    with pytest.warns(UserWarning, match=r"The first model that is better than 0\.40000 replaces"):
+        drive(callback, losses(0.5))
+    assert weight("m.keras") == 3.0
 
 
 def test_nothing_saved_because_of_an_older_file_is_said(caplog):

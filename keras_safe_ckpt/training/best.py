@@ -114,13 +114,17 @@ def learn_from_disk(best: Best, template: PathTemplate) -> tuple[Checkpoint | No
     Returns that file, if it is better than what was known, and what the user should be told.
     """
     doubts = []
+    consequence = (
+        "The first model that is saved replaces it. Pass initial_value_threshold to save only "
+        "what is better than that."
+        if best.value is None
+        else f"The first model that is better than {best.value:.5f} replaces it."
+    )
 
     def unknown(path: Path, reason: str) -> None:
         if not template.fields:
             doubts.append(
-                f"{path} is there, and its {best.monitor} is not known: {reason} The first model "
-                "that is saved replaces it. Pass initial_value_threshold to save only what is "
-                "better than that."
+                f"{path} is there, and its {best.monitor} is not known: {reason} {consequence}"
             )
 
     present = of_series(checkpoints_of(template, unknown), template)
