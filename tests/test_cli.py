@@ -298,3 +298,16 @@ def test_diff_does_not_trust_a_damaged_file(run, capsys):
     paths = [str(run / f"ckpt-000000000{n}.weights.h5") for n in (1, 2)]
     assert main(["diff", *paths]) == 2
     assert "does not match its digest" in capsys.readouterr().err
+
+
+def test_files_of_keras_2_are_looked_at_as_a_whole(tmp_path, capsys):
+    """Their arrays are not listed: two of them are the same, or not."""
+    store = CheckpointStore(tmp_path, format="legacy_h5")
+    for name, content in (("a", b"one"), ("b", b"two"), ("c", b"one")):
+        store.publish(Snapshot({}, {}, assets={"model.h5": content}), step=1, name=f"{name}.h5")
+    paths = {name: str(tmp_path / f"{name}.h5") for name in "abc"}
+    assert main(["ls", "--verify", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count(" yes ") == 3
+    assert main(["diff", paths["a"], paths["c"]]) == 0
+    assert main(["diff", paths["a"], paths["b"]]) == 1
+    assert "(the whole file)" in capsys.readouterr().out

@@ -22,6 +22,10 @@ from keras_safe_ckpt.storage.manifest import Manifest
 from keras_safe_ckpt.storage.survey import is_bundle
 
 
+#: The only "array" of a file whose arrays are not told apart.
+_WHOLE = "(the whole file)"
+
+
 @dataclass(frozen=True)
 class ArrayFacts:
     """``digest`` can be compared with one of the same kind of checkpoint only."""
@@ -65,9 +69,13 @@ class _FileArrays:
             )
             for name, record in checkpoint.manifest.arrays.items()
         }
+        if not self.arrays:
+            # A file of Keras 2, which Keras wrote as a whole: it has one digest.
+            manifest = checkpoint.manifest
+            self.arrays = {_WHOLE: ArrayFacts((), "bytes", manifest.size, manifest.structure)}
 
     def read(self, name: str) -> np.ndarray[Any, Any] | None:
-        return self._checkpoint.read_array(name)
+        return None if name == _WHOLE else self._checkpoint.read_array(name)
 
 
 class _BundleArrays:
