@@ -10,6 +10,7 @@ from pathlib import Path
 from keras_safe_ckpt import __version__
 from keras_safe_ckpt.cli.launch import add_parser as add_launch
 from keras_safe_ckpt.cli.recover import add_parser as add_recover
+from keras_safe_ckpt.cli.report import add_parser as add_report
 from keras_safe_ckpt.errors import SafeCheckpointError
 
 
@@ -46,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=_demo)
     add_launch(commands)
     add_recover(commands)
+    add_report(commands)
     return parser
 
 

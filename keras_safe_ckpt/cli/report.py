@@ -1,0 +1,63 @@
+"""``report``: a page about a run, made from its events."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+_DEFAULT_OUTPUT = Path("report.html")
+
+_EPILOG = """\
+DIR is the directory of a PreemptionAwareCallback, of the files of a SafeModelCheckpoint, or of a
+SafeCheckpointManager; the events of folders in it (worker-0, worker-1, ...) belong to it.
+
+example:
+  keras-safe-ckpt report run/state -o report.html
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the parser of the program."""
+    parser = commands.add_parser(
+        "report",
+        help="make a page about a run: goodput, timeline, saves, restarts",
+        description="Make one HTML page about a run, from the events beside its checkpoints.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("directory", type=Path, metavar="DIR", help="where the checkpoints are")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help=f"where the page goes (default: {_DEFAULT_OUTPUT})",
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print the numbers as JSON; a page is made only with -o",
+    )
+    parser.set_defaults(run=run_report)
+
+
+def run_report(options: argparse.Namespace) -> int:
+    """Return 0; what cannot be read or written raises."""
+    from keras_safe_ckpt.reports.history import read_history
+    from keras_safe_ckpt.reports.page import page_of
+    from keras_safe_ckpt.reports.summary import report_on
+    from keras_safe_ckpt.storage.atomic import write_atomically
+
+    report = report_on(read_history(options.directory.absolute()))
+    output: Path | None = options.output
+    if output is None and not options.json:
+        output = _DEFAULT_OUTPUT
+    if output is not None:
+        write_atomically(output, page_of(report).encode())
+    if options.json:
+        print(json.dumps(report.as_dict(), indent=1, allow_nan=False))
+    else:
+        print(f"Wrote {output}")
+    return 0
