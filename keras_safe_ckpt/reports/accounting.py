@@ -18,18 +18,19 @@ from __future__ import annotations
 import bisect
 import heapq
 import math
+import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from keras_safe_ckpt.reports.history import Event
+from keras_safe_ckpt.reports.intervals import length_within
 from keras_safe_ckpt.reports.lives import FINISHED, OPEN, VANISHED, Life
 
-Interval = tuple[float, float]
 _Saved = dict[tuple[str, str | None], list[tuple[float, float]]]
 
 
-@dataclass(frozen=True)
-class Times:
+class Times(NamedTuple):
     """Seconds of each kind."""
 
     starting: float = 0.0
@@ -41,11 +42,10 @@ class Times:
 
     @property
     def total(self) -> float:
-        return math.fsum(getattr(self, one.name) for one in fields(self))
+        return math.fsum(self)
 
     def plus(self, other: Times) -> Times:
-        sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
-        return Times(**sums)
+        return Times(*map(operator.add, self, other))
 
 
 @dataclass
@@ -117,7 +117,7 @@ def accounts_of(lives: Sequence[Life], saved: _Saved | None = None) -> list[Acco
         account = Account(life, times, None if limit == math.inf else max(limit, life.first))
         if before is not None:
             account.down_before = max(0.0, life.first - before.last)
-            account.times = replace(times, down=account.down_before)
+            account.times = times._replace(down=account.down_before)
             account.is_restart = before.ending != FINISHED
             if account.is_restart:
                 account.repeated, account.repeated_at_least = _repeated(before, life)
@@ -165,7 +165,7 @@ def _times(life: Life, limit: float) -> Times:
     begin, stop = life.trained_from, life.stopped
     begin = min(max(begin, life.first), stop)
     cut = min(max(begin, limit), stop)
-    standing = blocked_intervals(life)
+    standing = life.standing
     return Times(
         starting=begin - life.first,
         counted=cut - begin - length_within(standing, begin, cut),
@@ -173,33 +173,6 @@ def _times(life: Life, limit: float) -> Times:
         blocked=length_within(standing, begin, stop),
         stopping=life.last - stop,
     )
-
-
-def blocked_intervals(life: Life) -> list[Interval]:
-    """When training stood still for a save: captures and waits, each moment once."""
-    found = [(save.captured, save.began) for save in life.saves]
-    found += [
-        (event.time - (event.seconds or 0.0), event.time)
-        for event in life.events
-        if event.event == "wait"
-    ]
-    return union(found)
-
-
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same moments, in intervals that neither overlap nor touch."""
-    joined: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if joined and begin <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
-        else:
-            joined.append((begin, end))
-    return joined
-
-
-def length_within(intervals: Iterable[Interval], begin: float, end: float) -> float:
-    """How much of the time from ``begin`` to ``end`` they cover; they do not overlap."""
-    return math.fsum(max(0.0, min(end, b) - max(begin, a)) for a, b in intervals)
 
 
 def _repeated(before: Life, life: Life) -> tuple[int | None, bool]:
@@ -222,7 +195,7 @@ def seconds_of_batch(lanes: Iterable[Lane]) -> float | None:
             if len(points) < 2 or points[-1][1] <= points[0][1]:
                 continue
             (begin, first), (end, last) = points[0], points[-1]
-            standing = length_within(blocked_intervals(account.life), begin, end)
+            standing = length_within(account.life.standing, begin, end)
             seconds += max(0.0, end - begin - standing)
             steps += last - first
     return seconds / steps if steps else None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import NamedTuple
 
 from keras_safe_ckpt.reports.words import duration
 
@@ -13,6 +15,8 @@ from keras_safe_ckpt.reports.words import duration
 MOST_COLUMNS = 160
 _HEIGHT = 128
 _TOP, _BOTTOM = 14, 116
+#: On a scale of powers of ten, less than that (a microsecond) is drawn at the bottom.
+_SMALLEST = 1e-6
 
 
 @dataclass(frozen=True)
@@ -32,11 +36,12 @@ class Scale:
         return min(columns - 1, int(self.at(time) * columns / 100))
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
+    """A value at a moment; ``title`` is called only for those that are drawn."""
+
     time: float
     value: float
-    title: str
+    title: Callable[[], str]
 
 
 def bar(scale: Scale, begin: float, end: float, y: int, height: int, kind: str, title: str) -> str:
@@ -126,7 +131,8 @@ def thinned(points: Sequence[Point], scale: Scale, columns: int = MOST_COLUMNS) 
     for group in groups.values():
         largest = max(group, key=lambda point: point.value)
         more = f"\nthe largest of {len(group):,}" if len(group) > 1 else ""
-        kept.append(Point(largest.time, largest.value, largest.title + more))
+        words = largest.title() + more
+        kept.append(largest._replace(title=functools.partial(str, words)))
     return kept
 
 
@@ -137,7 +143,7 @@ def chart(
     shown = thinned(points, scale)
     values = [point.value for point in points]
     most = max(values)
-    positive = [value for value in values if value > 0]
+    positive = [value for value in values if value >= _SMALLEST]
     logarithmic = bool(positive) and most / min(positive) > 50
     if logarithmic:
         low = 10.0 ** math.floor(math.log10(min(positive)))
@@ -162,7 +168,7 @@ def chart(
     lines = "".join(
         f'<line class="grid" x1="0" x2="100%" y1="{y(g):.1f}" y2="{y(g):.1f}"/>' for g in grid
     )
-    stems = "".join(_stem(scale.at(p.time), y(p.value), kind, p.title) for p in shown)
+    stems = "".join(_stem(scale.at(p.time), y(p.value), kind, p.title()) for p in shown)
     notes = [", powers of ten" if logarithmic else ""]
     notes.append(", the largest of each moment" if len(shown) < len(points) else "")
     return (

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from keras_safe_ckpt.errors import CheckpointNotFoundError, UnreadableCheckpointError
 from keras_safe_ckpt.storage.events import FILE_NAME, EventLog
@@ -20,8 +20,7 @@ _LARGEST_COUNT = 2**63 - 1
 _LONGEST_TEXT = 300
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """One line of a log; what it does not say is None.
 
     ``folder`` is the sub-folder whose log it was in, empty for that of the run itself. The others
@@ -97,8 +96,9 @@ def _count(value: Any) -> int:
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise _UnfitError
-    # Half of a surrogate pair is valid JSON and cannot be written to any file.
-    value = value.encode("utf-8", "replace").decode()
+    if not value.isascii():
+        # Half of a surrogate pair is valid JSON and cannot be written to any file.
+        value = value.encode("utf-8", "replace").decode()
     return value if len(value) <= _LONGEST_TEXT else f"{value[:_LONGEST_TEXT]} ..."
 
 
@@ -119,16 +119,16 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
 }
 _NEEDED = ("event", "time", "host", "pid")
 
-assert set(_CHECKS) == {field.name for field in fields(Event)} - {"folder"}
+assert set(_CHECKS) == set(Event._fields) - {"folder"}
 
 
 def event_from(entry: Mapping[str, Any], folder: str = "") -> Event | None:
     """What a line says; None if something in it cannot be."""
     facts: dict[str, Any] = {}
     try:
-        for name, check in _CHECKS.items():
-            value = entry.get(name)
-            if value is not None:
+        for name, value in entry.items():
+            check = _CHECKS.get(name)
+            if check is not None and value is not None:
                 facts[name] = check(value)
     except _UnfitError:
         return None

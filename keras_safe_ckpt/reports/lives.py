@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from keras_safe_ckpt.reports.history import Event
+from keras_safe_ckpt.reports.intervals import Interval, union
 
 FINISHED = "finished"
 PREEMPTED = "preempted"
@@ -60,6 +62,17 @@ class Life:
     begun: set[tuple[str | None, ...]] = field(default_factory=set, repr=False)
     began: float | None = None
 
+    @functools.cached_property
+    def standing(self) -> list[Interval]:
+        """When training stood still for a save: captures and waits, each moment once."""
+        found = [(save.captured, save.began) for save in self.saves]
+        found += [
+            (event.time - (event.seconds or 0.0), event.time)
+            for event in self.events
+            if event.event == "wait"
+        ]
+        return union(found)
+
     @property
     def is_over(self) -> bool:
         return self.ending in (FINISHED, PREEMPTED)
@@ -111,7 +124,7 @@ class Life:
     def _resume(self, event: Event) -> None:
         if event.file is None and self.resume is not None:
             # Of a loop, whose manager has said what it restored.
-            event = replace(event, file=self.resume.file, folder=self.resume.folder)
+            event = event._replace(file=self.resume.file, folder=self.resume.folder)
         self.resume = event
 
     def _restore(self, event: Event) -> None:

@@ -145,7 +145,7 @@ def _mark_legend(report: Report) -> str:
 
 def _charts(report: Report, scale: Scale) -> str:
     saves = [save for _, save in report.saves]
-    sizes = [Point(s.ended, s.event.bytes, save_title(s)) for s in saves if s.event.bytes]
+    sizes = [_point(s, s.event.bytes) for s in saves if s.event.bytes is not None]
     written = [_point(s, s.event.seconds) for s in saves if s.event.seconds is not None]
     blocked = [_point(s, s.blocked) for s in saves]
     charts = [
@@ -164,7 +164,7 @@ def _charts(report: Report, scale: Scale) -> str:
 
 
 def _point(save: Save, value: float) -> Point:
-    return Point(save.ended, value, save_title(save))
+    return Point(save.ended, value, lambda: save_title(save))
 
 
 def _lives(report: Report) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 STYLE = """
 :root{color-scheme:light dark;--bg:#fbfbfd;--card:#fff;--fg:#1b1f27;--soft:#59616e;--line:#dfe3ea;
 --counted:#2f9e75;--lost:#c2a21a;--blocked:#d9480f;--starting:#4c7fd9;--stopping:#8d8f98;
---down:#c9ced8;--background:#8b6ad0;--bad:#c92a2a;--warn:#b46a00;--good:#1d7a57}
-@media (prefers-color-scheme:dark){:root{--bg:#14161b;--card:#1c1f26;--fg:#e9ecf1;--soft:#a6adba;
+--down:#c9ced8;--background:#8b6ad0;--bad:#c92a2a;--warn:#995900;--good:#1d7a57}
+@media screen and (prefers-color-scheme:dark){:root{--bg:#14161b;--card:#1c1f26;--fg:#e9ecf1;--soft:#a6adba;
 --line:#333945;--counted:#37b385;--lost:#d9b92c;--blocked:#ff7a45;--starting:#6d9cf0;
 --stopping:#9296a2;--down:#3d4350;--background:#a78bea;--bad:#ff8080;--warn:#f0b14a;
 --good:#5bd6a6}}
@@ -79,7 +79,7 @@ footer{margin-top:36px;color:var(--soft);font-size:.86rem;overflow-wrap:anywhere
 .card b{font-size:1.2rem}.card.main b{font-size:2rem}
 .cards{grid-template-columns:repeat(2,minmax(0,1fr))}.card.main{grid-column:span 2}
 th,td{padding:6px 8px}.lane text{display:none}}
-@media print{:root{--bg:#fff;--card:#fff;--fg:#000;--soft:#444}main{max-width:none;padding:0}
+@media print{:root{--bg:#fff;--fg:#000;--soft:#444}main{max-width:none;padding:0}
 *{print-color-adjust:exact;-webkit-print-color-adjust:exact}
 .card,.panel,figure,tr{break-inside:avoid}.table{overflow:visible}}
 """

@@ -63,7 +63,11 @@ class Report:
         """Plain values; times are seconds since 1970."""
         return {
             "directory": self.directory,
-            "summary": {**asdict(self.summary), "wall": self.summary.wall},
+            "summary": {
+                **asdict(self.summary),
+                "times": self.summary.times._asdict(),
+                "wall": self.summary.wall,
+            },
             "lives": [
                 life_as_dict(number, account)
                 for number, lane in enumerate(self.lanes)
@@ -147,7 +151,7 @@ def life_as_dict(lane: int, account: Account) -> dict[str, Any]:
         "repeated": account.repeated,
         "repeated_is_least": account.repeated_at_least,
         "counts_until": account.counts_until,
-        "times": asdict(account.times),
+        "times": account.times._asdict(),
     }
 
 

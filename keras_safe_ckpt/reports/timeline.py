@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import TypeVar
 
-from keras_safe_ckpt.reports.accounting import Account, Interval, Lane, Times, blocked_intervals
+from keras_safe_ckpt.reports.accounting import Account, Lane, Times
 from keras_safe_ckpt.reports.charts import Scale, bar, mark, text, time_axis
 from keras_safe_ckpt.reports.history import Event
+from keras_safe_ckpt.reports.intervals import Interval
 from keras_safe_ckpt.reports.lives import FINISHED, PREEMPTED, VANISHED, Life, Save
 from keras_safe_ckpt.reports.summary import position
 from keras_safe_ckpt.reports.words import clock, count, duration, place, size
@@ -142,7 +143,7 @@ def _blocked(accounts: Iterable[Account], scale: Scale, columns: int) -> list[st
     found: list[Interval] = []
     for account in accounts:
         begin, stop = account.life.trained_from, account.life.stopped
-        clipped = ((max(a, begin), min(b, stop)) for a, b in blocked_intervals(account.life))
+        clipped = ((max(a, begin), min(b, stop)) for a, b in account.life.standing)
         found += [interval for interval in clipped if interval[1] > interval[0]]
     parts = []
     for group in _grouped(found, lambda interval: interval[0], scale, columns):

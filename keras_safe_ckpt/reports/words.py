@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from datetime import datetime, timezone
 
+_UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 _SIZES = ("B", "kB", "MB", "GB", "TB", "PB", "EB", "ZB")
 
 
 def duration(seconds: float) -> str:
     """``"3.2 ms"``, ``"41.5 s"``, ``"12 min 5 s"``, ``"3 h 20 min"``, ``"5 d 2 h"``."""
-    if seconds < 0.0005:
-        return "0 ms" if seconds < 0.00005 else f"{seconds * 1e3:.1f} ms"
-    if seconds < 1:
-        return f"{seconds * 1e3:.1f} ms" if seconds < 0.1 else f"{seconds * 1e3:.0f} ms"
+    if seconds < 0.9995:
+        decimals = 0 if seconds >= 0.1 or seconds < 0.00005 else 1
+        return f"{seconds * 1e3:.{decimals}f} ms"
     if seconds < 99.95:
         return f"{seconds:.1f} s"
-    for unit, large, small in ((60, "min", "s"), (3600, "h", "min"), (86400, "d", "h")):
-        if seconds < {"min": 3600, "h": 86400, "d": 1e12}[large] or large == "d":
-            whole, rest = divmod(round(seconds), unit)
-            part = rest // {"s": 1, "min": 60, "h": 3600}[small]
-            return f"{whole:,} {large} {part} {small}" if part else f"{whole:,} {large}"
-    raise AssertionError
+    whole = round(seconds)
+    large, small = next(pair for pair in itertools.pairwise(_UNITS) if whole >= pair[0][0])
+    many, rest = whole // large[0], whole % large[0] // small[0]
+    return f"{many:,} {large[1]} {rest} {small[1]}" if rest else f"{many:,} {large[1]}"
 
 
 def size(count: float) -> str:
-    """``"1.20 GB"``, by thousands."""
+    """``"1.2 GB"``, by thousands."""
     for unit in _SIZES:
         if count < 999.5 or unit == _SIZES[-1]:
             break
