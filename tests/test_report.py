@@ -182,6 +182,39 @@ def test_an_open_end_counts_up_to_the_last_event(tmp_path):
     assert (account.life.ending, account.times.counted) == ("no end recorded", 49)
 
 
+def test_a_guard_goes_on_from_what_its_manager_restored(tmp_path):
+    one, other = Process(1), Process(2)
+    write_log(
+        tmp_path,
+        [
+            one.at(0, "begin", runs=0),
+            one.save(23, "ckpt-1"),  # Captured at 20.
+            other.at(50, "restore", file="ckpt-1", seconds=1.0),
+            other.at(50, "resume", runs=40),
+            other.at(50, "begin", runs=40),
+            other.at(80, "finished", runs=100),
+        ],
+    )
+    first, second = only_lane(tmp_path)
+    assert (first.times.counted, first.times.lost, second.times.counted) == (20, 2, 30)
+
+
+def test_what_is_loaded_during_training_is_not_where_it_went_on_from(tmp_path):
+    one, other = Process(1), Process(2)
+    write_log(
+        tmp_path,
+        [
+            one.at(0, "begin"),
+            one.save(23, "a"),
+            other.at(50, "begin"),
+            other.at(60, "restore", file="a"),
+            other.at(80, "finished"),
+        ],
+    )
+    first, second = only_lane(tmp_path)
+    assert (first.times.counted, second.times.counted) == (0, 30)
+
+
 def test_checkpoints_of_tensorflow_without_a_beginning(tmp_path):
     one, other = Process(1), Process(2)
     write_log(

@@ -92,7 +92,7 @@ class Scalars:
             for name, value in values.items():
                 tensor = tf.constant(value, tf.float32)
                 tf.summary.write(f"checkpoint/{name}", tensor, step=step, metadata=metadata)
-        self._writer.flush()
+        # Which has flushed them: the process may be killed at any moment.
 
 
 def check_log_dir(log_dir: str | os.PathLike[str] | None) -> str | None:

@@ -85,12 +85,14 @@ def _cards(summary: Summary) -> Iterator[str]:
     yield _card(goodput, "goodput: training that counted, of all time", "main")
     yield _card(f"{summary.saves:,}", f"checkpoints saved, {size(summary.bytes)}")
     yield _card(duration(summary.blocked), "training stood still for saves")
-    if summary.blocked_median is not None and summary.blocked_most is not None:
+    if summary.blocked_median is None or summary.blocked_most is None:
+        yield _card("–", "per save")  # noqa: RUF001
+    else:
         most = duration(summary.blocked_most)
         yield _card(duration(summary.blocked_median), f"per save (median), at most {most}")
     yield _card(f"{summary.restarts:,}", "restart" if summary.restarts == 1 else "restarts")
     yield _card(f"{summary.notices:,}", "notice" if summary.notices == 1 else "notices")
-    least = "at least " if summary.repeated_is_least and summary.restarts else ""
+    least = "≥ " if summary.repeated_is_least and summary.restarts else ""
     about = ""
     if summary.repeated and summary.repeated_seconds is not None:
         about = f", about {duration(summary.repeated_seconds)}"
@@ -116,6 +118,7 @@ def _shares(summary: Summary) -> str:
     total = summary.times.total
     if not total > 0:
         return ""
+    together = f", {summary.workers:,} workers together" if summary.workers > 1 else ""
     parts, words = [], []
     for kind, label in _SHARES.items():
         seconds = getattr(summary.times, kind)
@@ -124,7 +127,7 @@ def _shares(summary: Summary) -> str:
         parts.append(f'<i class="{kind}" style="width:{share:.3f}%" title="{escape(text)}"></i>')
         words.append(f'<li><i class="{kind}"></i>{escape(text)}</li>')
     return (
-        '<section><h2>Where the time went</h2><div class="shares" role="img" '
+        f'<section><h2>Where the time went{together}</h2><div class="shares" role="img" '
         f'aria-label="Shares of the time">{"".join(parts)}</div>'
         f'<ul class="legend">{"".join(words)}</ul></section>'
     )

@@ -6,8 +6,8 @@ STYLE = """
 :root{color-scheme:light dark;--bg:#fbfbfd;--card:#fff;--fg:#1b1f27;--soft:#59616e;--line:#dfe3ea;
 --counted:#2f9e75;--lost:#c2a21a;--blocked:#d9480f;--starting:#4c7fd9;--stopping:#8d8f98;
 --down:#c9ced8;--background:#8b6ad0;--bad:#c92a2a;--warn:#995900;--good:#1d7a57}
-@media screen and (prefers-color-scheme:dark){:root{--bg:#14161b;--card:#1c1f26;--fg:#e9ecf1;--soft:#a6adba;
---line:#333945;--counted:#37b385;--lost:#d9b92c;--blocked:#ff7a45;--starting:#6d9cf0;
+@media screen and (prefers-color-scheme:dark){:root{--bg:#14161b;--card:#1c1f26;--fg:#e9ecf1;
+--soft:#a6adba;--line:#333945;--counted:#37b385;--lost:#d9b92c;--blocked:#ff7a45;--starting:#6d9cf0;
 --stopping:#9296a2;--down:#3d4350;--background:#a78bea;--bad:#ff8080;--warn:#f0b14a;
 --good:#5bd6a6}}
 *{box-sizing:border-box}
@@ -21,7 +21,8 @@ section>p.soft{margin-bottom:12px}
 .cards{display:grid;grid-template-columns:1.25fr repeat(4,minmax(0,1fr));gap:10px;
 margin:22px 0 10px}
 .card{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:12px 14px}
-.card b{display:block;font-size:1.45rem;line-height:1.25;font-variant-numeric:tabular-nums}
+.card b{display:block;font-size:1.45rem;line-height:1.25;font-variant-numeric:tabular-nums;
+overflow-wrap:anywhere}
 .card span{color:var(--soft);font-size:.86rem;display:block}
 .card.main b{font-size:2.3rem;line-height:1.1;color:var(--good)}
 .card.main{grid-row:span 2;display:flex;flex-direction:column;justify-content:center}
@@ -48,6 +49,7 @@ rect.counted{fill:var(--counted);stroke:var(--counted)}
 rect.mixed{fill:url(#hatched);stroke:var(--counted)}
 rect.lost{fill:var(--lost);stroke:var(--lost)}
 rect.blocked{fill:var(--blocked);stroke:var(--blocked)}
+rect.true{stroke:none;shape-rendering:auto}
 rect.starting{fill:var(--starting);stroke:var(--starting)}
 rect.stopping{fill:var(--stopping);stroke:var(--stopping)}
 rect.down{fill:url(#dotted);stroke:var(--line)}

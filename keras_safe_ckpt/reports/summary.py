@@ -26,6 +26,8 @@ class Summary:
     blocked: float
     blocked_median: float | None
     blocked_most: float | None
+    #: Whose time it is; of those that train together, one.
+    workers: int
     lives: int
     restarts: int
     notices: int
@@ -108,6 +110,7 @@ def report_on(history: History) -> Report:
         blocked=times.blocked,
         blocked_median=statistics.median(blocked) if blocked else None,
         blocked_most=max(blocked, default=None),
+        workers=len(counting),
         lives=len(accounts),
         restarts=len(restarts),
         notices=kinds["notice"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import TypeVar
@@ -18,7 +19,7 @@ from keras_safe_ckpt.reports.words import clock, count, duration, place, size
 MOST_LANES = 24
 #: Of all lanes together: what is denser is drawn as one, and says so.
 _MOST_DRAWN = 1200
-_FEWEST_COLUMNS = 60
+_FEWEST_COLUMNS, _MOST_COLUMNS = 60, 300
 _TRAINING_Y, _TRAINING_HEIGHT = 34, 22
 _SAVES_Y, _SAVES_HEIGHT = 59, 9
 _HEIGHT = 72
@@ -30,38 +31,59 @@ _MARK_Y = {
     **dict.fromkeys(("notice", "agreement", "error", "pass_over"), 8),
     **dict.fromkeys(("restore", "resume", "preempted", "finished", "vanished"), 24),
 }
+_DENSE = "Too dense to be drawn one by one: what is close together is drawn as one, and says so."
 _Item = TypeVar("_Item")
+
+
+class _Columns:
+    """Draws things one by one, or, if there are too many, those of each column together."""
+
+    def __init__(self, scale: Scale, columns: int) -> None:
+        self.scale = scale
+        self._columns = columns
+        self.is_dense = False
+
+    def of(
+        self, items: Sequence[_Item], moment: Callable[[_Item], float], *, width: int = 1
+    ) -> list[list[_Item]]:
+        """A column is ``width`` times as wide where things need more room."""
+        columns = max(_FEWEST_COLUMNS // 5, self._columns // width)
+        if len(items) <= columns:
+            return [[item] for item in items]
+        self.is_dense = True
+        groups: dict[int, list[_Item]] = {}
+        for item in items:
+            groups.setdefault(self.scale.column(moment(item), columns), []).append(item)
+        return list(groups.values())
 
 
 def timeline(lanes: Sequence[Lane], scale: Scale) -> str:
     """All lanes under one axis."""
     shown = lanes[:MOST_LANES]
-    columns = max(_FEWEST_COLUMNS, _MOST_DRAWN // max(1, len(shown)))
-    parts = [_lane(lane, scale, columns) for lane in shown]
+    columns = min(_MOST_COLUMNS, max(_FEWEST_COLUMNS, _MOST_DRAWN // max(1, len(shown))))
+    parts = [_lane(lane, _Columns(scale, columns)) for lane in shown]
     if len(lanes) > len(shown):
         more = count(len(lanes) - len(shown), "more lane")
         parts.append(f'<p class="more">{more} not drawn; all are in the output of --json.</p>')
     return "".join([*parts, time_axis(scale)])
 
 
-def _lane(lane: Lane, scale: Scale, columns: int) -> str:
-    accounts = lane.accounts
-    groups = _grouped(accounts, lambda account: account.life.first, scale, columns)
+def _lane(lane: Lane, columns: _Columns) -> str:
+    accounts, scale = lane.accounts, columns.scale
+    groups = columns.of(accounts, lambda account: account.life.first)
     parts: list[str] = []
     for number, group in enumerate(groups):
         if number:
             parts.append(_gap(groups[number - 1][-1], group[0], scale))
         parts += _life(group[0], scale) if len(group) == 1 else [_merged(group, scale)]
-    parts += _blocked(accounts, scale, columns)
-    parts += _saves(accounts, scale, columns)
-    parts += _marks(accounts, scale, columns)
-    is_merged = len(groups) < len(accounts)
+    parts += _blocked(accounts, columns)
+    parts += _saves(accounts, columns)
+    parts += _marks(accounts, columns)
+    dense = f'<p class="more">{_DENSE}</p>' if columns.is_dense else ""
     return (
         f'<figure class="lane"><figcaption>{_caption(lane)}</figcaption>'
         f'<svg width="100%" height="{_HEIGHT}" role="img" aria-label="{escape(_name(lane))}">'
-        f"{''.join(parts)}</svg>"
-        + ('<p class="more">Lives too short to be drawn are drawn as one.</p>' if is_merged else "")
-        + "</figure>"
+        f"{''.join(parts)}</svg>{dense}</figure>"
     )
 
 
@@ -139,33 +161,36 @@ def _gap(before: Account, after: Account, scale: Scale) -> str:
     )
 
 
-def _blocked(accounts: Iterable[Account], scale: Scale, columns: int) -> list[str]:
+def _blocked(accounts: Iterable[Account], columns: _Columns) -> list[str]:
     found: list[Interval] = []
     for account in accounts:
         begin, stop = account.life.trained_from, account.life.stopped
         clipped = ((max(a, begin), min(b, stop)) for a, b in account.life.standing)
         found += [interval for interval in clipped if interval[1] > interval[0]]
     parts = []
-    for group in _grouped(found, lambda interval: interval[0], scale, columns):
+    for group in columns.of(found, lambda interval: interval[0], width=3):
         seconds = sum(b - a for a, b in group)
         times = "" if len(group) == 1 else f" in {count(len(group), 'time')}"
         title = f"Training stood still for a save, {duration(seconds)}{times}\n{clock(group[0][0])}"
         begin, end = group[0]
-        end = end if len(group) == 1 else begin + seconds
-        parts.append(bar(scale, begin, end, _TRAINING_Y, _TRAINING_HEIGHT, "blocked", title))
+        kind = "blocked"
+        if len(group) > 1:
+            # Without a border: many that are drawn wider than they are would look like hours.
+            kind, end = "blocked true", begin + seconds
+        parts.append(bar(columns.scale, begin, end, _TRAINING_Y, _TRAINING_HEIGHT, kind, title))
     return parts
 
 
-def _saves(accounts: Iterable[Account], scale: Scale, columns: int) -> list[str]:
+def _saves(accounts: Iterable[Account], columns: _Columns) -> list[str]:
     saves = [save for account in accounts for save in account.life.saves]
     parts = []
-    for group in _grouped(saves, lambda save: save.ended, scale, columns):
+    for group in columns.of(saves, lambda save: save.ended):
         title = save_title(group[-1])
         if len(group) > 1:
             written = sum(save.event.bytes or 0 for save in group)
             title = f"{count(len(group), 'save')}, {size(written)}; the last one:\n{title}"
         begin, end = min(save.began for save in group), max(save.ended for save in group)
-        parts.append(bar(scale, begin, end, _SAVES_Y, _SAVES_HEIGHT, "background", title))
+        parts.append(bar(columns.scale, begin, end, _SAVES_Y, _SAVES_HEIGHT, "background", title))
     return parts
 
 
@@ -184,23 +209,27 @@ def save_title(save: Save) -> str:
     return "\n".join(lines)
 
 
-def _marks(accounts: Iterable[Account], scale: Scale, columns: int) -> list[str]:
+def _marks(accounts: Iterable[Account], columns: _Columns) -> list[str]:
+    lives = [account.life for account in accounts]
+    found: list[tuple[str, float, Callable[[], str]]] = [
+        (event.event, event.time, functools.partial(incident_title, event))
+        for life in lives
+        for event in life.events
+        if event.event in _MARK_Y
+    ]
+    found += [("vanished", life.last, _vanished) for life in lives if life.ending == VANISHED]
     parts = []
-    events = [event for account in accounts for event in account.life.events]
     for kind, y in _MARK_Y.items():
-        chosen = [event for event in events if event.event == kind]
-        limit = max(12, columns // 8)
-        for group in _grouped(chosen, lambda event: event.time, scale, limit):
-            title = incident_title(group[-1])
-            if len(group) > 1:
-                title = f"{len(group):,} of {kind}; the last one:\n{title}"
-            parts.append(mark(scale, group[-1].time, y, kind, title))
-    for account in accounts:
-        if account.life.ending == VANISHED and len(parts) < columns:
-            words = "Vanished: killed, or ended by an error, some time after this"
-            y = _MARK_Y["vanished"]
-            parts.append(mark(scale, account.life.last, y, "vanished", words))
+        chosen = [one for one in found if one[0] == kind]
+        for group in columns.of(chosen, lambda one: one[1], width=8):
+            _, time, words = group[-1]
+            many = f"{len(group):,} of this kind; the last one:\n" if len(group) > 1 else ""
+            parts.append(mark(columns.scale, time, y, kind, many + words()))
     return parts
+
+
+def _vanished() -> str:
+    return "Vanished: killed, or ended by an error, some time after this"
 
 
 def incident_title(event: Event) -> str:
@@ -236,15 +265,3 @@ def ending(account: Account) -> str:
 def places(life: Life) -> tuple[str, str]:
     """Where it began and where it was last."""
     return place(position(life, first=True)), place(position(life, first=False))
-
-
-def _grouped(
-    items: Sequence[_Item], moment: Callable[[_Item], float], scale: Scale, columns: int
-) -> list[list[_Item]]:
-    """One by one, or, if there are too many, those of each column together."""
-    if len(items) <= columns:
-        return [[item] for item in items]
-    groups: dict[int, list[_Item]] = {}
-    for item in items:
-        groups.setdefault(scale.column(moment(item), columns), []).append(item)
-    return list(groups.values())

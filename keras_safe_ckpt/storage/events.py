@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import socket
 import time
@@ -32,7 +33,7 @@ _started = 0.0
 
 def _note_start() -> None:
     global _started
-    _started = round(time.time(), 3)
+    _started = math.floor(time.time() * 1e3) / 1e3
 
 
 _note_start()
