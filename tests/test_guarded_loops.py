@@ -12,6 +12,7 @@ import clusters
 import pytest
 from bundle_files import leftovers
 from clusters import facts
+from histories import reported
 from processes import environment
 
 from keras_safe_ckpt.storage.events import EventLog
@@ -85,6 +86,12 @@ def test_interrupted_in_each_example(tmp_path, undisturbed):
     assert ended["runs"] == 4  # Right after that step, with what the loop did since.
     assert output.count("After 6 runs: saved") == 1
     assert output.count("Going on after 6 runs") == 2  # Nothing is trained again.
+    (lane,) = reported(tmp_path / "handler").lanes
+    first, second, *_ = [account.life for account in lane.accounts]
+    assert (first.ending, second.ending) == ("preempted", "finished")
+    assert (second.resume.runs, second.resume.file) == (4, first.saves[-1].event.file)
+    assert lane.accounts[0].times.lost == 0
+    assert all(save.blocked > 0 for save in first.saves)
 
 
 def test_mirrored(tmp_path):

@@ -18,6 +18,7 @@ LAYERS = [
     {"training", "cluster", "preemption"},
     {"interruption", "datasets"},
     {"callbacks", "loops"},
+    {"reports"},
     {"cli"},
 ]
 

@@ -17,6 +17,7 @@ import threading
 import time
 import warnings
 import weakref
+from typing import Any
 
 import numpy as np
 import pytest
@@ -453,6 +454,30 @@ def test_model_without_the_metric_does_not_replace_one_that_was_judged():
         drive(callback, [{}, {"val_loss": 0.9}, {}])
     assert weight("m.keras") == 2.0
     assert [event["epoch"] for event in events("save")] == [1, 2]
+
+
+def test_a_fit_says_when_it_begins_and_finishes_and_for_what_it_waits():
+    callback = SafeModelCheckpoint("m.keras", "loss", background=False)
+    tiny_model().fit(X, Y, batch_size=2, epochs=2, verbose=0, callbacks=[callback])
+    (begun,), (finished,) = events("begin"), events("finished")
+    assert (begun["file"], begun["step"], begun["epochs"], begun["steps"]) == ("m.keras", 0, 2, 3)
+    assert finished["step"] == 6
+    assert begun["callback"] == finished["callback"] == "SafeModelCheckpoint"
+    saves, waits = events("save"), events("wait")
+    assert [wait["file"] for wait in waits[:2]] == ["m.keras", "m.keras"]
+    assert all(w["seconds"] > s["seconds"] for w, s in zip(waits[:2], saves, strict=True))
+
+
+def test_a_fit_that_fails_does_not_finish():
+    def fail(epoch: int, logs: Any) -> None:
+        raise RuntimeError("no more")
+
+    failing = keras.callbacks.LambdaCallback(on_epoch_end=fail)
+    callback = SafeModelCheckpoint("m.keras", "loss")
+    with pytest.raises(RuntimeError, match="no more"):
+        tiny_model().fit(X, Y, verbose=0, callbacks=[callback, failing])
+    assert events("begin")
+    assert events("finished") == []
 
 
 def test_best_by_batches():

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from clusters import FORKING, LAUNCHER, facts
+from histories import reported
 from processes import environment
 
 from keras_safe_ckpt import CheckpointStore
@@ -81,6 +82,10 @@ def test_workers_stop_after_the_same_batch_and_go_on_there(tmp_path, undisturbed
         "saved",
         "saved before",
     }
+    report = reported(tmp_path / "state")
+    assert [(lane.worker, lane.leads) for lane in report.lanes] == [(0, True), (1, False)]
+    assert [len(lane.accounts) for lane in report.lanes] == [3, 3]
+    assert (report.summary.restarts, report.summary.repeated) == (2, 0)
 
 
 def test_after_kill_9_the_workers_go_on_from_a_backup(tmp_path, undisturbed):

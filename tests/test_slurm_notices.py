@@ -84,7 +84,7 @@ def test_job_is_described():
             "SLURM_STEP_ID": "0",
             "SLURMD_NODENAME": "node17",
         }
-    ) == {"job": "4711", "restarts": 2, "step": "0", "node": "node17"}
+    ) == {"job": "4711", "restarts": 2, "job_step": "0", "node": "node17"}
 
 
 def test_first_run_of_a_batch_script_has_no_restarts_and_no_step():

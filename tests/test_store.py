@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import logging
@@ -9,7 +10,10 @@ import os
 import pickle
 import shutil
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +33,7 @@ from keras_safe_ckpt import (
     LockTimeoutError,
     UnsafePathError,
 )
+from keras_safe_ckpt.storage.events import EventLog
 from keras_safe_ckpt.storage.publishing import LOCK_NAME, Publisher
 
 
@@ -670,6 +675,53 @@ for n in range(200):
     lines = [line for line in (tmp_path / "events.jsonl").read_text().splitlines() if line]
     assert len(lines) == 800
     assert len({(e["who"], e["n"]) for e in map(json.loads, lines)}) == 800
+
+
+def test_events_name_their_process_also_after_a_fork(tmp_path):
+    code = """
+import time
+from keras_safe_ckpt.storage.events import EventLog
+from pathlib import Path
+log = EventLog(Path(sys.argv[1]))
+log.record("parent")
+log.record("parent")
+before = time.time()
+while time.time() < before + 0.002:
+    pass
+if not os.fork():
+    log.record("child")
+    os._exit(0)
+os.wait()
+"""
+    run_ok(code, tmp_path)
+    one, other, child = EventLog(tmp_path).read()
+    assert one["started"] == other["started"] <= one["time"]
+    assert one["time"] < child["started"] <= child["time"]
+
+
+def test_a_listener_hears_what_is_recorded_also_where_nothing_can_be_written(tmp_path):
+    heard: list[Any] = []
+    log = EventLog(tmp_path, heard.append)
+    log.record("first", n=1)
+    assert heard == list(log.read())
+    log.path.unlink()
+    log.path.mkdir()
+    log.record("second")
+    assert [entry["event"] for entry in heard] == ["first", "second"]
+
+
+def test_a_wait_is_recorded_if_it_was_one(tmp_path, monkeypatch):
+    moments = iter([1.0, 1.0005, 2.0, 2.25])
+    clock = SimpleNamespace(perf_counter=lambda: next(moments), time=time.time)
+    monkeypatch.setattr("keras_safe_ckpt.storage.events.time", clock)
+    log = EventLog(tmp_path)
+    with log.waiting(file="a"):
+        assert list(log.read()) == []
+    assert list(log.read()) == []
+    with contextlib.suppress(KeyboardInterrupt), log.waiting(file="a"):
+        raise KeyboardInterrupt
+    (entry,) = log.read()
+    assert (entry["event"], entry["file"], entry["seconds"]) == ("wait", "a", 0.25)
 
 
 def test_line_of_the_log_that_is_too_deep_is_left_out(store):

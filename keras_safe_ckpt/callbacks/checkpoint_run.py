@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from keras_safe_ckpt.callbacks.scalars import scalars_for, step_of
 from keras_safe_ckpt.cluster.membership import Membership
 from keras_safe_ckpt.cluster.roles import role_of
 from keras_safe_ckpt.cluster.write_policies import WritePolicy, ensure_places_differ, place
 from keras_safe_ckpt.interruption.messages import say
+from keras_safe_ckpt.storage.events import EventLog
 from keras_safe_ckpt.storage.formats import FORMATS
 from keras_safe_ckpt.storage.keras_internals import better_direction
 from keras_safe_ckpt.storage.lookup import checkpoints_of, of_series
@@ -51,6 +53,7 @@ class Settings:
     keeping: Keeping
     save_freq: str | int
     save_every_seconds: float | None
+    log_dir: str | None = None
 
     def check(self, template: PathTemplate) -> None:
         """Raise for a path that would fail at the first save, or lose what is to be kept."""
@@ -101,11 +104,18 @@ class CheckpointRun:
         self._check_cluster()
         self._membership = Membership(self._role)
         saver.use_format(settings.format)
+        self._events: EventLog | None = None
         if self._writes:
+            name = self._template.name
+            saver.listener = scalars_for(callback.model, settings.log_dir, self._role, name)
             apart = self._shown.text != settings.template.text
             worker = f"worker-{self._role.number}" if apart else None
             with self._membership.others_told():
                 saver.open(self._template, worker, _largest_size(callback.model))
+            self._events = saver.events
+        params = getattr(callback, "params", None) or {}
+        plan = {name: params.get(name) for name in ("epochs", "steps")}
+        self._note("begin", **plan, **self._role.facts())
         best.mode = None
         self.direction_is_open = True
         self.settle_direction(final=False)
@@ -206,6 +216,7 @@ class CheckpointRun:
             self._say_news()
         # Who returns from `fit` can rely on the files of the others.
         self._membership.finish("SafeModelCheckpoint", error, _LAST_SAVE_SECONDS)
+        self._note("finished")
         if self._found is not None and self._was_judged and not self._saves:
             _log.warning(
                 "Nothing was saved: %s never got better than %.5f of %s, which this training did "
@@ -304,8 +315,14 @@ class CheckpointRun:
             raise cannot_format(self._callback.filepath, str(error)) from None
 
     def _step(self, moment: Moment) -> int:
-        iterations = getattr(getattr(self._callback.model, "optimizer", None), "iterations", None)
-        return moment.batches if iterations is None else int(iterations.numpy())
+        step = step_of(self._callback.model)
+        return moment.batches if step is None else step
+
+    def _note(self, event: str, **facts: Any) -> None:
+        if self._events is None:
+            return  # Another worker writes, or to folders that are not known yet.
+        facts = {"file": self._template.name, "step": step_of(self._callback.model), **facts}
+        self._events.record(event, callback="SafeModelCheckpoint", **facts)
 
     def _say(self, text: str) -> None:
         if self._callback.verbose > 0:

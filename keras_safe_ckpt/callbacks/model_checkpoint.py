@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from keras_safe_ckpt.callbacks.checkpoint_run import CheckpointRun, Moment, Settings, cannot_format
+from keras_safe_ckpt.callbacks.scalars import check_log_dir
 from keras_safe_ckpt.cluster.multi_worker import warn_if_needed
 from keras_safe_ckpt.cluster.write_policies import WritePolicy, find_policy, saved_under
 from keras_safe_ckpt.storage.keras_internals import import_keras
@@ -55,6 +56,8 @@ class SafeModelCheckpoint(_ModelCheckpoint):  # type: ignore[misc]
         save_every_seconds: save when so long after the last save, besides ``save_freq``.
         on_error: ``"raise"`` at the next batch or epoch when a save failed, or ``"warn"``.
         locks: a `LockManager` (default) or `RedisLocks`.
+        log_dir: of TensorBoard, for scalars of what saves take; that of a
+            ``keras.callbacks.TensorBoard`` in the same `fit` unless given.
 
     Example::
 
@@ -82,6 +85,7 @@ class SafeModelCheckpoint(_ModelCheckpoint):  # type: ignore[misc]
         save_every_seconds: float | None = None,
         on_error: str = "raise",
         locks: Locks | None = None,
+        log_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         if not isinstance(monitor, str):
             raise ValueError(f"Expected monitor to be a string. Received: monitor={monitor!r}")
@@ -101,6 +105,7 @@ class SafeModelCheckpoint(_ModelCheckpoint):  # type: ignore[misc]
         self._policy = find_policy(write_policy)
         self._keeping = Keeping(max_to_keep, keep_best, keep_every)
         self._save_every_seconds = save_every_seconds
+        self._log_dir = check_log_dir(log_dir)
         self._saver = Saver(background=background, on_error=on_error, locks=locks)
         self._configure()
         self._run: CheckpointRun | None = None
@@ -215,6 +220,7 @@ class SafeModelCheckpoint(_ModelCheckpoint):  # type: ignore[misc]
             self._keeping,
             self.save_freq,
             self._save_every_seconds,
+            self._log_dir,
         )
         self._settings.check(self._settings.template)
         self._cadence = _cadence(self.save_freq, self._save_every_seconds)

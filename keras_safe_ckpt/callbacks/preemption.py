@@ -10,6 +10,7 @@ from typing import Any
 from keras_safe_ckpt.callbacks.evaluation_watch import EvaluationWatch
 from keras_safe_ckpt.callbacks.preemption_run import PreemptionRun
 from keras_safe_ckpt.callbacks.preemption_settings import Settings
+from keras_safe_ckpt.callbacks.scalars import check_log_dir
 from keras_safe_ckpt.cluster.multi_worker import warn_if_needed
 from keras_safe_ckpt.interruption.ending import end_program, with_defaults
 from keras_safe_ckpt.preemption.choosing import choose
@@ -55,6 +56,8 @@ class PreemptionAwareCallback(_Callback):  # type: ignore[misc]
         save_fn: called at a notice instead of writing a checkpoint; nothing is restored, either.
         verbose: 1 says in a line what happens.
         locks: a `LockManager` (default) or `RedisLocks`.
+        log_dir: of TensorBoard, for scalars of saves, notices and resumes; that of a
+            ``keras.callbacks.TensorBoard`` in the same `fit` unless given.
 
     Example::
 
@@ -81,6 +84,7 @@ class PreemptionAwareCallback(_Callback):  # type: ignore[misc]
         save_fn: Callable[[], object] | None = None,
         verbose: int = 1,
         locks: Locks | None = None,
+        log_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
         warn_if_needed()
@@ -94,6 +98,7 @@ class PreemptionAwareCallback(_Callback):  # type: ignore[misc]
             save_freq=save_freq,
             save_every_seconds=save_every_seconds,
             max_to_keep=max_to_keep,
+            log_dir=check_log_dir(log_dir),
             delete_checkpoint=delete_checkpoint,
             restore=restore,
             choice=choice,

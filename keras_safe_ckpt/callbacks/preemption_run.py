@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ from keras_safe_ckpt.callbacks.run_end import RunEnd
 from keras_safe_ckpt.callbacks.run_facts import facts_of, what_cannot_hold
 from keras_safe_ckpt.callbacks.run_report import RunReport
 from keras_safe_ckpt.callbacks.run_saver import RunSaver
+from keras_safe_ckpt.callbacks.scalars import scalars_for
 from keras_safe_ckpt.cluster.agreement import Request
 from keras_safe_ckpt.cluster.membership import Membership
 from keras_safe_ckpt.cluster.roles import role_of
@@ -29,7 +29,6 @@ from keras_safe_ckpt.errors import AgreementError
 from keras_safe_ckpt.interruption.lookout import Lookout, ends_run, stops
 from keras_safe_ckpt.preemption.leaving import Departure
 from keras_safe_ckpt.preemption.pace import Pace
-from keras_safe_ckpt.preemption.slurm import describe_job
 from keras_safe_ckpt.storage.keras_internals import import_keras
 from keras_safe_ckpt.training.keras_fit import FitAround, find_fit, is_running
 from keras_safe_ckpt.training.position import Position, Progress
@@ -99,8 +98,10 @@ class PreemptionRun:
         self._closing.callback(place.close)
         self._cohort = place.cohort
         self._backups = place.backups
-        self._events = place.backups.store.events
-        self._report = RunReport(self._events, self._role, verbose=settings.verbose > 0)
+        events = place.backups.store.events
+        name = place.backups.directory.name
+        events.listener = scalars_for(self._model, settings.log_dir, self._role, name)
+        self._report = RunReport(events, self._role, verbose=settings.verbose > 0)
         self._mark = ProgressMark(place.backups.directory / _MARK)
         self._closing.callback(self._mark.close)
         if self._fit.callback_list is None:
@@ -118,7 +119,7 @@ class PreemptionRun:
         self._state = RunState(self._model, others, self._history, facts)
         self._saver = RunSaver(self._backups, self._role, self._cohort, self._pace, place.life)
         self._regular = RunBackups(
-            settings, self._saver, self._pace, self._report, leads=self._leads
+            settings, self._saver, self._pace, self._report, leads=self._role.leads
         )
         self._resuming = Resuming(
             self._model,
@@ -159,7 +160,7 @@ class PreemptionRun:
             self._lookout.start()
             at = self._resuming.begin(self._history, self._callback, self._check_at_once)
             self._progress.begin(at)
-            if self._leads and self._settings.writes:
+            if self._role.leads and self._settings.writes:
                 self._mark.open()
                 self._mark.write(self._progress.total)
             self._regular.begin(at)
@@ -169,9 +170,7 @@ class PreemptionRun:
                     warnings.warn(reason, stacklevel=2)
             if self._role.trains_together:
                 self._guard_steps()
-            self._report.record(
-                "begin", at, notices=str(self._settings.choice), **describe_job(os.environ)
-            )
+            self._report.begin(at, self._params, str(self._settings.choice))
 
     # Boundaries, as Keras reports them.
 
@@ -274,9 +273,9 @@ class PreemptionRun:
         except Exception as failed:  # noqa: BLE001  # not swallowed: the barrier raises it
             error = failed
         self._membership.finish("PreemptionAwareCallback", error, _END_SECONDS)
-        if self._settings.writes and self._settings.delete_checkpoint and self._leads:
+        if self._settings.writes and self._settings.delete_checkpoint and self._role.leads:
             self._backups.delete_all(self._role.world)
-        self._events.record("finished", epochs=self._progress.now().epoch)
+        self._report.finished(self._progress.now().epoch)
         self.close()
 
     def is_running(self) -> bool:
@@ -375,10 +374,6 @@ class PreemptionRun:
         self._closing.callback(setattr, self._model, "train_function", own)
 
     # Facts.
-
-    @property
-    def _leads(self) -> bool:
-        return self._role.chief or not self._role.trains_together
 
     def _place(self) -> Position:
         """Of what would be saved now."""

@@ -16,6 +16,7 @@ class Settings(Ending):
     save_freq: str | int | None
     save_every_seconds: float | None
     max_to_keep: int
+    log_dir: str | None
     delete_checkpoint: bool
     restore: bool | str
 

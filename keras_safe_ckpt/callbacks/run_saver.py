@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from keras_safe_ckpt.cluster.cohort import Cohort
@@ -83,7 +84,8 @@ class RunSaver:
         self._writer.raise_error()
 
     def wait(self) -> None:
-        self._writer.wait()
+        with self._backups.store.events.waiting():
+            self._writer.wait()
 
     def wait_until_idle(self) -> None:
         self._writer.wait_until_idle()
@@ -119,7 +121,9 @@ class RunSaver:
                 captured.position,
                 ", ".join(missing),
             )
-        self._backups.publish(captured.snapshot, document, captured.arrays, **place)
+        # Training stood still for all of it, not for the weights alone.
+        snapshot = replace(captured.snapshot, seconds=captured.seconds)
+        self._backups.publish(snapshot, document, captured.arrays, **place)
         self._pace.save_took(time.perf_counter() - began)
 
     def _missing_parts(self, cohort: Cohort, name: str) -> tuple[str, ...]:

@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 _PIPE_WIDTH = 10_000
 
 
-def add_common_options(parser: argparse.ArgumentParser) -> None:
+def add_common_options(
+    parser: argparse.ArgumentParser, *, json_help: str = "print JSON instead of tables"
+) -> None:
     """What each command has."""
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--json", action="store_true", help=json_help)
     # After the command as well as before it; not to be set back by this one.
     parser.add_argument(
         "--debug",

@@ -52,6 +52,15 @@ class Role:
     def alone(self) -> bool:
         return self.world == 1
 
+    @property
+    def leads(self) -> bool:
+        """Whether no other worker counts and writes the same steps in its place."""
+        return self.chief or not self.trains_together
+
+    def facts(self) -> dict[str, Any]:
+        """What an event log should know of it; nothing of a process that is alone."""
+        return {} if self.alone else {"worker": self.number, "leads": self.leads}
+
     def __str__(self) -> str:
         if self.alone:
             return f"alone ({self.source})"

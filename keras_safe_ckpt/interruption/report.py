@@ -16,6 +16,8 @@ class Report:
     def __init__(self, events: EventLog | None, role: Role, *, verbose: bool) -> None:
         self._events = events
         self._name = f" {role.task}:" if role.trains_together else ""
+        #: Of several workers, for the first event of a run.
+        self.who = role.facts()
         self._verbose = verbose
 
     def say(self, text: str) -> None:

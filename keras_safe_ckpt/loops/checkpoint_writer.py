@@ -86,14 +86,15 @@ class CheckpointWriter:
                 own.experimental_write_callbacks = [
                     lambda: self._publish_in_background(staged, callbacks)
                 ]
-            with file_errors(staged.prefix, target.prefix):
-                self._checkpoint.write(staged.prefix, options=own)
-            cleaning.pop_all()
-        if _is_async(own):
-            self._in_flight = staged
-        else:
-            # A Ctrl-C ends the wait for it, not what is half done.
-            self._writer.run(lambda: self._publish(staged, callbacks))
+            with self._place.events.waiting(file=staged.name):
+                with file_errors(staged.prefix, target.prefix):
+                    self._checkpoint.write(staged.prefix, options=own)
+                cleaning.pop_all()
+                if _is_async(own):
+                    self._in_flight = staged
+                else:
+                    # A Ctrl-C ends the wait for it, not what is half done.
+                    self._writer.run(lambda: self._publish(staged, callbacks))
         return self._shown(target)
 
     def finish(self) -> None:

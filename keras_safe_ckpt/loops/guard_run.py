@@ -59,6 +59,7 @@ class GuardRun:
         if self.runs:
             self._report.note("resume", runs=self.runs)
             self._report.say(f"Going on after {self.runs} runs")
+        self._report.note("begin", runs=self.runs, **self._report.who, notices=str(ending.choice))
         self._lookout = Lookout(
             ending.choice,
             self._cohort,
@@ -180,7 +181,7 @@ class GuardRun:
             self._stop(last, (), {})
         elif self._lookout.is_pressed():
             self._stop_alone(AgreementError([], "the others have ended before"))
-        self.close()
+        self._finish()
 
     def end_with_program(self) -> None:
         """The program ends by itself, in time: there is nothing to start again."""
@@ -189,7 +190,7 @@ class GuardRun:
         elif not self.is_over:
             self._save_at_end()
             self._lookout.answered()
-            self.close()
+            self._finish()
 
     def let_go(self) -> None:
         """Nobody has this guard any more, and the program goes on: the loop has ended.
@@ -208,7 +209,7 @@ class GuardRun:
                 wait_for_all_writers()
                 end_now(self._ending.exit_code)
             self._lookout.answered()
-        self.close()
+        self._finish()
 
     def fail(self, error: BaseException) -> None:
         """The loop ends by an error: nobody knows what is half done, and nothing is saved."""
@@ -229,6 +230,11 @@ class GuardRun:
             # Should it be tried again, the next guard hears of it.
             _unanswered.extend(filter(None, [self._lookout.desk.pressing]))
         self.close()
+
+    def _finish(self) -> None:
+        if not self.is_over:
+            self._report.note("finished", runs=self.runs)
+            self.close()
 
     def close(self) -> None:
         if not self.is_over:

@@ -45,16 +45,18 @@ def slurm_deadline(environment: Mapping[str, str], received: signal.Signals) -> 
 def describe_job(environment: Mapping[str, str]) -> dict[str, str | int]:
     """What an event log should know of the job: its id, its restarts, its step, its node.
 
+    In a log ``step`` is that of the training.
+
     ::
 
-        {"job": "4711", "restarts": 2, "step": "0", "node": "node17"}
+        {"job": "4711", "restarts": 2, "job_step": "0", "node": "node17"}
     """
     if not environment.get("SLURM_JOB_ID"):
         return {}
     # SLURM sets the count at the first restart only.
     restarts = _whole_number(environment.get("SLURM_RESTART_COUNT", "")) or 0
     job: dict[str, str | int] = {"job": environment["SLURM_JOB_ID"], "restarts": restarts}
-    for name, variable in (("step", "SLURM_STEP_ID"), ("node", "SLURMD_NODENAME")):
+    for name, variable in (("job_step", "SLURM_STEP_ID"), ("node", "SLURMD_NODENAME")):
         if environment.get(variable):
             job[name] = environment[variable]
     return job

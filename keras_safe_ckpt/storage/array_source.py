@@ -21,7 +21,6 @@ from keras_safe_ckpt.storage.formats.format import OpenCheckpoint
 from keras_safe_ckpt.storage.manifest import Manifest
 from keras_safe_ckpt.storage.survey import is_bundle
 
-
 #: The only "array" of a file whose arrays are not told apart.
 _WHOLE = "(the whole file)"
 

@@ -2,27 +2,51 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import math
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from keras_safe_ckpt.storage.manifest import Manifest
+if TYPE_CHECKING:
+    from keras_safe_ckpt.storage.manifest import Manifest
 
 FILE_NAME = "events.jsonl"
 
+#: Is told of each event on the thread that records it; it must neither raise nor take long.
+Listener = Callable[[Mapping[str, Any]], None]
+
+#: A shorter wait for a save is not worth a line.
+_WORTH_SAYING_SECONDS = 0.001
+
 _log = logging.getLogger(__name__)
+
+#: Since when this process has the library. In containers that are started again host and process
+#: id are the same each time; together with this they name one process.
+_started = 0.0
+
+
+def _note_start() -> None:
+    global _started
+    _started = math.floor(time.time() * 1e3) / 1e3
+
+
+_note_start()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_start)
 
 
 class EventLog:
     """Append events to a directory's log; any number of processes may at once."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, listener: Listener | None = None) -> None:
         self.path = directory / FILE_NAME
+        self.listener = listener
         self._complained = False
 
     def record(self, event: str, **facts: Any) -> None:
@@ -32,6 +56,7 @@ class EventLog:
             "time": time.time(),
             "host": socket.gethostname(),
             "pid": os.getpid(),
+            "started": _started,
             **facts,
         }
         line = f"{json.dumps(entry, default=str)}\n".encode()
@@ -41,6 +66,19 @@ class EventLog:
             if not self._complained:
                 self._complained = True
                 _log.warning("Cannot write %s (%s); events are lost.", self.path, error)
+        if self.listener is not None:
+            self.listener(entry)
+
+    @contextlib.contextmanager
+    def waiting(self, **facts: Any) -> Iterator[None]:
+        """Around whatever keeps training waiting for a save: the time goes to the log."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - began
+            if seconds >= _WORTH_SAYING_SECONDS:
+                self.record("wait", **facts, seconds=seconds)
 
     def report_skip(self, path: Path, reason: str) -> None:
         """Say that a checkpoint was passed over, in the log of the program as well."""
@@ -51,17 +89,19 @@ class EventLog:
         """Say that a checkpoint was loaded."""
         self.record("restore", **position(manifest, path.name), seconds=seconds)
 
-    def read(self) -> Iterator[dict[str, Any]]:
-        """All events, oldest first; lines that are not whole are left out."""
+    def read(self, on_broken: Callable[[], None] = lambda: None) -> Iterator[dict[str, Any]]:
+        """All events, oldest first; lines that are not whole are left out, and told of."""
         try:
             with open(self.path, "rb") as file:
                 for line in file:
                     try:
                         entry = json.loads(line)
                     except (ValueError, RecursionError):
-                        continue
+                        entry = None
                     if isinstance(entry, dict):
                         yield entry
+                    elif not line.isspace():  # One that was cut leaves an empty line behind it.
+                        on_broken()
         except FileNotFoundError:
             return
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from keras_safe_ckpt.storage.atomic import ensure_writable
+from keras_safe_ckpt.storage.events import EventLog, Listener
 from keras_safe_ckpt.storage.formats import FORMATS
 from keras_safe_ckpt.storage.lock_backend import Locks
 from keras_safe_ckpt.storage.locks import chosen_locks
@@ -79,6 +80,9 @@ class Saver:
         self._failures: list[str] = []
         self._unsaid: deque[str] = deque()
         self._last_size = 0
+        self._last_file = ""
+        #: Is told of the events of the stores that are opened from now on.
+        self.listener: Listener | None = None
 
     def use_format(self, format: str) -> None:
         """What to capture from now on, also where another worker writes it."""
@@ -106,6 +110,11 @@ class Saver:
             self._last_size = os.path.getsize(previous[-1])
             with self._tolerated():
                 ensure_room(previous[-1], int(min(self._last_size, largest)))
+
+    @property
+    def events(self) -> EventLog | None:
+        """The log beside the files; None as long as it is not known where they go."""
+        return None if self._store is None else self._store.events
 
     def capture(self, model: Any) -> Snapshot | None:
         """Capture together with all other workers, whoever writes; None if that is tolerated."""
@@ -146,10 +155,12 @@ class Saver:
                     self._last_size = store.last_size
                     done(checkpoint)
 
+            self._last_file = path.name
             if self._background:
                 self._writer.submit(job)
             else:
-                self._writer.run(job)
+                with self._waiting():
+                    self._writer.run(job)
 
     def poll(self) -> None:
         """Raise or warn of what went wrong since the last call; wait for nothing."""
@@ -159,12 +170,13 @@ class Saver:
 
     def wait(self) -> None:
         """Return when nothing is pending."""
-        self._writer.wait()
+        with self._waiting():
+            self._writer.wait()
 
     def finish(self) -> None:
         """Wait for the last save; raise what it raised, or say again what went wrong."""
         try:
-            self._writer.wait()
+            self.wait()
         finally:
             self._store = None
         self._unsaid.clear()
@@ -200,9 +212,14 @@ class Saver:
             self._store = CheckpointStore(
                 directory, format=self._format, locks=self._locks, worker=self._worker
             )
+            self._store.events.listener = self.listener
         return self._store
 
-    @contextmanager
+    def _waiting(self) -> contextlib.AbstractContextManager[None]:
+        events = self.events
+        return contextlib.nullcontext() if events is None else events.waiting(file=self._last_file)
+
+    @contextlib.contextmanager
     def _tolerated(self) -> Iterator[None]:
         try:
             yield
@@ -214,15 +231,15 @@ class Saver:
             if len(self._failures) <= _SAID_AT_ONCE:
                 self._unsaid.append(f"A save failed, training goes on. {text}")
 
-    @contextmanager
+    @contextlib.contextmanager
     def _recorded(self, **facts: Any) -> Iterator[None]:
         """What fails before the store is asked goes to its log as well."""
         try:
             yield
         except Exception as error:
-            if self._store is not None:
+            if self.events is not None:
                 kind = type(error).__name__
-                self._store.events.record("error", error=str(error), kind=kind, **facts)
+                self.events.record("error", error=str(error), kind=kind, **facts)
             raise
 
     def __getstate__(self) -> tuple[Any, ...]:

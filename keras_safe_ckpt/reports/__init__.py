@@ -1,0 +1,1 @@
+"""What the events of a run say, for people: numbers, and a page."""
