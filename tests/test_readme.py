@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_line import cli_ok
 from processes import PROJECT, environment
 
 README = (PROJECT / "README.md").read_text()
@@ -21,16 +22,48 @@ def test_links_lead_somewhere():
 
 
 def test_named_files_are_there():
-    folders = "benchmarks|examples|keras_safe_ckpt|tests"
-    names = re.findall(rf"`((?:{folders})/[\w./]+\.\w+)", README)
-    assert "examples/train.py" in names
-    for name in names:
-        assert (PROJECT / name).exists(), name
+    folders = "benchmarks|docs|examples|keras_safe_ckpt|notebooks|tests"
+    pages = [PROJECT / "README.md", PROJECT / "CONTRIBUTING.md", *(PROJECT / "docs").rglob("*.md")]
+    named = {
+        name
+        for page in pages
+        for name in re.findall(
+            rf"[`/ ]((?:{folders})/[\w./]+\.(?:py|md|yaml|json|png|svg|sbatch))", page.read_text()
+        )
+    }
+    assert "examples/train.py" in named
+    assert "benchmarks/peers.py" in named
+    assert [name for name in named if not (PROJECT / name).exists()] == []
 
 
-def test_benchmark_table_was_filled_in():
-    assert "BENCHMARK_" not in README
-    assert "verified load" in README
+def test_the_first_screen_has_what_a_newcomer_needs():
+    first = README.partition("## ")[0]
+    assert len(first.splitlines()) < 60
+    (code,) = re.findall(r"^```python\n(.*?)^```$", first, re.MULTILINE | re.DOTALL)
+    assert len([line for line in code.splitlines() if line.strip()]) <= 12
+    assert "callbacks=[" in code
+    picture = PROJECT / re.search(r"!\[.*?\]\((.*?)\)", first)[1]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.stat().st_size > 20_000
+
+
+def test_all_commands_are_listed():
+    listed = set(re.findall(r"^\| `(\w+)[ `]", README, re.MULTILINE))
+    program = cli_ok("--help")
+    commands = set(re.findall(r"^    (\w+) ", program, re.MULTILINE))
+    assert len(commands) >= 13
+    assert commands <= listed
+
+
+def test_peers_and_limits_are_named():
+    for peer in (
+        "ModelCheckpoint", "BackupAndRestore", "OrbaxCheckpoint", "CheckpointManager",
+        "PreemptionCheckpointHandler",
+    ):  # fmt: skip
+        assert peer in README.partition("## Compared with")[2].partition("\n## ")[0]
+    limits = README.partition("**Not guaranteed.**")[2]
+    for limit in ("NFS", "SMB", "Object stores", "GPUs", "Windows"):
+        assert limit in limits
 
 
 def test_ci_finds_both_commands():
