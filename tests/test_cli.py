@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 
+import ml_dtypes
 import numpy as np
 import pytest
 from bundle_files import write_value
@@ -269,8 +270,24 @@ def test_diff_of_the_same(run):
         (np.array([True, False]), np.array([True, True]), 1.0, 1),
         (np.array([2**63 + 5], "uint64"), np.array([5], "uint64"), 2.0**63, 1),
         (np.array([1 + 1j]), np.array([1 - 1j]), 2.0, 1),
+        (np.array([1, 2], ml_dtypes.bfloat16), np.array([1, 4], ml_dtypes.bfloat16), 2.0, 1),
+        (np.array([b"ab"]), np.array([b"cd"]), None, 0),
+        (np.zeros(1 << 20), np.r_[np.zeros((1 << 20) - 1), 3.0], 3.0, 1),
+        (np.zeros((1 << 20) + 5), np.r_[np.zeros((1 << 20) + 4), 3.0], 3.0, 1),
     ],
-    ids=["nan in both", "nan in one", "inf in both", "zeros", "booleans", "large", "complex"],
+    ids=[
+        "nan in both",
+        "nan in one",
+        "inf in both",
+        "zeros",
+        "booleans",
+        "large",
+        "complex",
+        "bfloat16",
+        "texts",
+        "end of a block",
+        "after a block",
+    ],
 )
 def test_diff_of_odd_numbers(tmp_path, capsys, one, other, largest, count):
     import json
