@@ -20,6 +20,7 @@ from processes import environment
 
 from keras_safe_ckpt.cli.main import main
 from keras_safe_ckpt.errors import CheckpointNotFoundError
+from keras_safe_ckpt.reports.charts import round_up, ticks
 from keras_safe_ckpt.reports.history import event_from
 from keras_safe_ckpt.reports.intervals import length_within, union
 from keras_safe_ckpt.reports.page import MOST_ROWS, page_of
@@ -330,6 +331,22 @@ def test_places():
     assert place({"epoch": 0, "batch": 0}) == "the beginning"
     assert place({"epoch": 3}) == "end of epoch 3"
     assert place({"runs": 12}) == "12 runs"
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(0, 1), (5e-324, 1), (0.03, 0.05), (1, 1), (1.2, 2), (7e8, 1e9)]
+)
+def test_axes_end_at_round_numbers(value, expected):
+    assert round_up(value) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("span", [0, 5e-324, 1e-7, 0.3, 1, 59, 3600, 20_000, 1e6, 2.5e11])
+def test_an_axis_has_few_ticks_within_it(span):
+    found = ticks(span)
+    assert found[0] == 0
+    assert len(found) <= 7
+    assert found[-1] <= span * (1 + 1e-6)
+    assert len(found) >= 3 or span < 1e-6
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(sorted).map(tuple)))

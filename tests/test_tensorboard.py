@@ -6,6 +6,7 @@ import contextlib
 import copy
 import logging
 import os
+import sys
 import threading
 import time
 from functools import partial
@@ -173,7 +174,7 @@ def test_a_log_dir_that_is_no_path_is_refused_at_once(kind, wrong):
 
 
 def test_without_tensorflow_a_log_dir_is_refused_with_what_to_do(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "tensorflow", None)
     with pytest.raises(ImportError, match=r"pip install .*tensorflow-cpu"):
         check_log_dir("logs")
     assert check_log_dir(None) is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import re
@@ -96,19 +95,21 @@ class Scalars:
 
 
 def check_log_dir(log_dir: str | os.PathLike[str] | None) -> str | None:
-    """Raise for what could not be written to later; needs no TensorFlow itself."""
+    """Raise for what could not be written to later."""
     if log_dir is None:
         return None
     if not isinstance(log_dir, (str, os.PathLike)) or not os.fspath(log_dir):
         raise ValueError(
             f"Expected log_dir to be the path of a folder. Received: log_dir={log_dir!r}"
         )
-    if importlib.util.find_spec("tensorflow") is None:
+    try:
+        import tensorflow  # noqa: F401  # now, and not on a thread that saves
+    except ImportError as error:
         raise ImportError(
             "log_dir needs TensorFlow, which writes the files that TensorBoard reads. Install it "
             'with: pip install "keras_safe_ckpt[tensorflow-cpu]". '
             f"Received: log_dir={os.fspath(log_dir)!r}"
-        )
+        ) from error
     return str(os.fspath(log_dir))
 
 

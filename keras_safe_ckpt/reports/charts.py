@@ -17,6 +17,8 @@ _HEIGHT = 128
 _TOP, _BOTTOM = 14, 116
 #: On a scale of powers of ten, less than that (a microsecond) is drawn at the bottom.
 _SMALLEST = 1e-6
+#: Far less than a clock can tell; at the end of what a float can, powers of ten are 0.
+_NOTHING = 1e-12
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ def ticks(span: float, most: int = 6) -> list[float]:
     ]
     steps += [86400 * days for days in (1, 2, 5, 10, 30, 90, 365)]
     step = next((one for one in steps if span / one <= most), round_up(span / most))
-    if span < 1:
+    if span < 5:
         step = round_up(span / most)
     return [number * step for number in range(int(span / step + 1e-9) + 1)]
 
@@ -113,8 +115,8 @@ def _short(words: str) -> str:
 
 
 def round_up(value: float) -> float:
-    """To 1, 2 or 5 times a power of ten."""
-    if not value > 0:
+    """To 1, 2 or 5 times a power of ten; to 1 if there is nothing to show."""
+    if value < _NOTHING:
         return 1.0
     power = 10.0 ** math.floor(math.log10(value))
     return next(f * power for f in (1, 2, 5, 10) if f * power >= value * (1 - 1e-9))
