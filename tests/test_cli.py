@@ -139,6 +139,7 @@ def test_ls_lists_checkpoints_of_tensorflow(bundle_folder):
 def test_ls_says_where_more_is(run, tmp_path):
     below = CheckpointStore(tmp_path / "workers" / "worker-0")
     below.publish(make_snapshot(), step=9)
+    (tmp_path / "workers" / "again").symlink_to(tmp_path)
     assert "workers/worker-0: --recursive lists them" in cli_ok("ls", run, cwd=run)
     deep = cli_json("ls", run, "--recursive")["checkpoints"]
     assert [one["step"] for one in deep] == [1, 2, 3, 9]
@@ -264,11 +265,12 @@ def test_diff_of_the_same(run):
     ("one", "other", "largest", "count"),
     [
         (np.array([np.nan, 1.0]), np.array([np.nan, 2.0]), 1.0, 1),
-        (np.array([np.nan, 1.0]), np.array([1.0, 1.0]), None, 1),
+        (np.array([np.nan, 1.0]), np.array([1.0, 1.0]), "inf", 1),
         (np.array([np.inf, 1.0]), np.array([np.inf, 1.5]), 0.5, 1),
         (np.array([0.0]), np.array([-0.0]), 0.0, 1),
         (np.array([True, False]), np.array([True, True]), 1.0, 1),
         (np.array([2**63 + 5], "uint64"), np.array([5], "uint64"), 2.0**63, 1),
+        (np.array([2**53 + 1]), np.array([2**53]), 1.0, 1),
         (np.array([1 + 1j]), np.array([1 - 1j]), 2.0, 1),
         (np.array([1, 2], ml_dtypes.bfloat16), np.array([1, 4], ml_dtypes.bfloat16), 2.0, 1),
         (np.array([b"ab"]), np.array([b"cd"]), None, 0),
@@ -282,6 +284,7 @@ def test_diff_of_the_same(run):
         "zeros",
         "booleans",
         "large",
+        "beyond float64",
         "complex",
         "bfloat16",
         "texts",
@@ -328,3 +331,146 @@ def test_files_of_keras_2_are_looked_at_as_a_whole(tmp_path, capsys):
     assert main(["diff", paths["a"], paths["c"]]) == 0
     assert main(["diff", paths["a"], paths["b"]]) == 1
     assert "(the whole file)" in capsys.readouterr().out
+
+
+# What may go wrong meanwhile, and what only looks like a checkpoint.
+
+
+def test_what_is_deleted_meanwhile_is_not_called_damaged(run, bundle_folder, tmp_path):
+    from keras_safe_ckpt.cli.looking import look_at_all
+    from keras_safe_ckpt.storage.survey import find_checkpoints
+
+    copy = tmp_path / "bundles"
+    shutil.copytree(bundle_folder, copy)
+    paths = [*find_checkpoints(run), *find_checkpoints(copy)]
+    assert len(paths) == 6
+    (run / "best.keras").unlink()
+    for part in copy.glob("ckpt-2.*"):
+        part.unlink()
+    for verify in (False, True):
+        left = look_at_all(paths, verify=verify)
+        assert [one.path.name for one in left] == [
+            "ckpt-0000000001.weights.h5", "ckpt-0000000002.weights.h5", "ckpt-1", "ckpt-3",
+        ]  # fmt: skip
+        assert {one.condition.value for one in left} == {"whole"}
+
+
+def test_data_without_its_index_is_not_passed_over(bundle_folder, tmp_path, capsys):
+    copy = tmp_path / "bundles"
+    shutil.copytree(bundle_folder, copy)
+    (copy / "ckpt-2.index").unlink()
+    assert main(["verify", str(copy)]) == 2
+    shown = capsys.readouterr().out
+    assert "its index is missing" in shown
+    assert "2 whole, 0 damaged, 1 cannot be judged." in shown
+
+
+def test_an_index_of_something_else_is_no_checkpoint(run, capsys):
+    (run / "vectors.index").write_bytes(b"FAISS")
+    (run / "folder.index").mkdir()
+    assert main(["ls", str(run)]) == 0
+    shown = capsys.readouterr().out
+    assert "vectors" not in shown
+    assert "folder" not in shown
+
+
+def test_an_index_whose_data_is_lost_is_damaged_if_tensorflow_lists_it(tmp_path, capsys):
+    from keras_setup import tf
+
+    path = tf.train.CheckpointManager(
+        tf.train.Checkpoint(v=tf.Variable(1.0)), str(tmp_path), max_to_keep=None
+    ).save()
+    os.unlink(f"{path}.data-00000-of-00001")
+    assert main(["verify", str(tmp_path)]) == 1
+    assert "is missing" in capsys.readouterr().out
+
+
+def test_a_file_of_keras_2_that_was_cut_off_is_damaged(tmp_path, capsys):
+    store = CheckpointStore(tmp_path, format="legacy_h5")
+    content = bytes(1000)
+    store.publish(Snapshot({}, {}, assets={"model.h5": content}), step=1, name="a.h5")
+    os.truncate(tmp_path / "a.h5", 800)
+    assert main(["verify", str(tmp_path)]) == 1
+    assert "0 whole, 1 damaged." in capsys.readouterr().out
+
+
+def test_slices_of_a_tensor_are_told_apart(tmp_path, capsys):
+    from keras_setup import tf
+
+    v1 = tf.compat.v1
+    for name, value in (("a", 0.0), ("b", 1.0)):
+        with tf.Graph().as_default(), v1.Session() as session:
+            parts = v1.get_variable(
+                "w",
+                initializer=tf.zeros((8, 2)),
+                partitioner=v1.fixed_size_partitioner(4),
+                use_resource=False,
+            )
+            session.run(v1.global_variables_initializer())
+            session.run(list(parts)[1].assign(tf.fill((2, 2), value)))
+            v1.train.Saver().save(session, str(tmp_path / name), write_meta_graph=False)
+    assert main(["show", str(tmp_path / "a"), "--json"]) == 0
+    import json
+
+    assert len(json.loads(capsys.readouterr().out)["arrays"]) == 5
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    assert "1 different" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "fact",
+    [
+        {"metrics": {"loss": 10**400}},
+        {"wall_time": float("inf")},
+        {"wall_time": 1e300},
+        {"wall_time": -1.0},
+        {"sequence": 10**400},
+        {"step": 1 << 63},
+    ],
+    ids=str,
+)
+def test_numbers_that_no_honest_file_has(tmp_path, capsys, fact):
+    import dataclasses
+
+    from keras_safe_ckpt.storage.manifest import Manifest
+
+    manifest = dataclasses.replace(Manifest(arrays={}, structure="", size=3), **fact)
+    data = manifest.to_json()
+    (tmp_path / "a.weights.h5").write_bytes(
+        b"abc" + data + len(data).to_bytes(8, "little") + b"keras_safe_ckpt1"
+    )
+    assert main(["ls", str(tmp_path)]) == 1
+    assert "its manifest is malformed" in capsys.readouterr().out
+    assert main(["show", str(tmp_path / "a.weights.h5")]) == 2
+
+
+@pytest.mark.parametrize("content", [b"3", b"null", b"[" * 100_000, b"\xff"], ids=len)
+def test_an_archive_with_odd_metadata_does_not_stop_the_list(run, capsys, content):
+    import zipfile
+
+    with zipfile.ZipFile(run / "odd.keras", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("metadata.json", content)
+    torn = run / "torn.keras"
+    torn.write_bytes((run / "odd.keras").read_bytes().replace(b"metadata", b"metadatb", 1))
+    assert main(["ls", str(run)]) == 1
+    assert capsys.readouterr().out.count(" yes ") == 3
+
+
+def test_a_log_that_is_no_file_is_not_waited_for(bundle_folder, tmp_path):
+    copy = tmp_path / "bundles"
+    shutil.copytree(bundle_folder, copy)
+    os.mkfifo(copy / "events.jsonl")
+    assert len(cli_json("ls", copy, timeout=60)["checkpoints"]) == 3
+    (copy / "events.jsonl").unlink()
+    (copy / "events.jsonl").mkdir()
+    assert len(cli_json("ls", copy, timeout=60)["checkpoints"]) == 3
+
+
+def test_names_that_are_no_text_can_stand_in_json(tmp_path, capsys):
+    import json
+
+    store = CheckpointStore(tmp_path, worker="\ud800")
+    store.publish(make_snapshot(), step=1, name="\udcff.weights.h5")
+    assert main(["ls", str(tmp_path), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert found["worker"] == r"\ud800"

@@ -17,6 +17,7 @@ from snapshots import make_snapshot
 
 from keras_safe_ckpt import CheckpointStore, LockManager, WorkerH5Writer
 from keras_safe_ckpt.cli.main import main
+from keras_safe_ckpt.storage.events import EventLog
 from keras_safe_ckpt.storage.file_system import Mount, mount_of
 from keras_safe_ckpt.training.backups import SERIES
 
@@ -63,7 +64,7 @@ def test_prune_only_shows_what_it_would_do(six):
         (["--keep-best", "2"], "26"),
         (["--keep-best", "3"], "256"),
         (["--keep-every", "3"], "236"),
-        (["--keep-best", "1", "--monitor", "loss", "--mode", "max"], "16"),
+        (["--keep-best", "1", "--monitor", "loss", "--mode", "max"], "126"),
         (["--keep-every", "12h"], "26"),
         (["--max-to-keep", "9"], "123456"),
     ],
@@ -136,6 +137,104 @@ def test_prune_deletes_no_checkpoint_of_tensorflow_unless_one_that_stays_is_whol
     assert names_in(tmp_path) == ["ckpt-1", "ckpt-2", "ckpt-3"]
 
 
+def saved_by_tensorflow(tmp_path, base: str, count: int, **options):
+    from keras_setup import tf
+
+    manager = tf.train.CheckpointManager(
+        tf.train.Checkpoint(v=tf.Variable([1.0] * 100)),
+        str(tmp_path),
+        max_to_keep=None,
+        checkpoint_name=base,
+        **options,
+    )
+    for _ in range(count):
+        manager.save()
+    return manager
+
+
+def test_prune_judges_each_family_of_tensorflow_by_itself(tmp_path):
+    """That one of another family is whole is no reason to delete the last whole one of this."""
+    from keras_safe_ckpt.storage.bundles.state_file import State, read_state, write_state
+
+    saved_by_tensorflow(tmp_path, "a", 3)
+    listed = read_state(tmp_path).listed
+    saved_by_tensorflow(tmp_path, "b", 3)
+    listed = {**listed, **read_state(tmp_path).listed}
+    write_state(tmp_path, State(listed, preserved=min(listed.values()) - 1), "b-3")
+    flip(tmp_path / "b-3.data-00000-of-00001", 50)
+    assert main(["prune", str(tmp_path), "--max-to-keep", "1", "--yes"]) == 0
+    assert names_in(tmp_path) == ["a-3", "b-1", "b-2", "b-3"]
+    assert set(read_state(tmp_path).listed) == {"a-3", "b-1", "b-2", "b-3"}
+
+
+def test_prune_keeps_what_tensorflow_keeps_for_ever(tmp_path):
+    from keras_safe_ckpt.storage.bundles.state_file import State, read_state, write_state
+
+    saved_by_tensorflow(tmp_path, "ckpt", 4)
+    listed = read_state(tmp_path).listed
+    # The first two are preserved, by keep_checkpoint_every_n_hours say; the last is to stay.
+    times = list(listed.values())
+    write_state(tmp_path, State(listed, preserved=times[1], newest_stays=True), "ckpt-4")
+    assert main(["prune", str(tmp_path), "--max-to-keep", "1", "--yes"]) == 0
+    assert names_in(tmp_path) == ["ckpt-1", "ckpt-2", "ckpt-3", "ckpt-4"]
+    write_state(tmp_path, State(listed, preserved=times[0], newest_stays=True), "ckpt-4")
+    assert main(["prune", str(tmp_path), "--max-to-keep", "1", "--yes"]) == 0
+    assert names_in(tmp_path) == ["ckpt-1", "ckpt-3", "ckpt-4"]
+    assert read_state(tmp_path).newest_stays
+    assert read_state(tmp_path).preserved == times[0]
+
+
+def test_prune_waits_for_those_who_read(tmp_path):
+    from keras_safe_ckpt import LockTimeoutError
+    from keras_safe_ckpt.storage.bundles.directory import BundleDirectory
+    from keras_safe_ckpt.storage.bundles.trimming import trim
+
+    saved_by_tensorflow(tmp_path, "ckpt", 3)
+    with BundleDirectory(tmp_path).reading(), pytest.raises(LockTimeoutError):
+        trim(BundleDirectory(tmp_path, locks=LockManager(timeout=0.1)), 1)
+    assert len(names_in(tmp_path)) == 3
+    assert trim(BundleDirectory(tmp_path), 1) == ["ckpt-1", "ckpt-2"]
+    events = [event for event in EventLog(tmp_path).read() if event["event"] == "prune"]
+    assert [event["files"] for event in events] == [["ckpt-1", "ckpt-2"]]
+
+
+def test_prune_does_not_delete_what_took_the_place_of_an_old_one(six):
+    """A training with other locks may save under a name that is about to go."""
+    from keras_safe_ckpt.storage.catalog import Catalog
+    from keras_safe_ckpt.storage.pruning import Pruner
+    from keras_safe_ckpt.storage.retention import KeepNewest
+
+    catalog = Catalog(six)
+    pruner = Pruner(catalog, EventLog(six))
+    new = (six / "6.weights.h5").read_bytes()
+
+    class Meanwhile:
+        def ensure_held(self):
+            (six / "1.weights.h5").unlink()
+            (six / "1.weights.h5").write_bytes(new)
+
+    deleted = pruner.prune_each_series(KeepNewest(1), Meanwhile())
+    assert [path.name for path in deleted] == [f"{n}.weights.h5" for n in (2, 3, 4, 5)]
+    assert names(six) == ["1.weights.h5", "6.weights.h5"]
+
+
+def test_every_so_many_epochs_of_files_that_know_no_epoch(tmp_path, capsys):
+    store = CheckpointStore(tmp_path)
+    for step in range(3):
+        store.publish(make_snapshot(step), step=step)
+    assert main(["prune", str(tmp_path), "--keep-every", "10", "--yes"]) == 2
+    assert "does not say its epoch: expected a time" in capsys.readouterr().err
+    assert len(names(tmp_path)) == 3
+
+
+def test_another_monitor_does_not_cost_the_best_by_the_first_one(six, capsys):
+    command = ["prune", str(six), "--max-to-keep", "1", "--mode", "max", "--monitor"]
+    assert main([*command, "los"]) == 2
+    assert "no checkpoint has 'los'; they have: loss" in capsys.readouterr().err
+    assert main([*command, "loss", "--yes"]) == 0
+    assert names(six) == ["1.weights.h5", "2.weights.h5", "6.weights.h5"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -202,7 +301,14 @@ def test_locks_takes_none_and_makes_none(tmp_path):
         before = sorted(os.listdir(tmp_path))
         cli_ok("locks", tmp_path)
     assert sorted(os.listdir(tmp_path)) == before
-    LockManager(timeout=0).exclusive(tmp_path / "a").__enter__()
+
+
+def test_a_lock_that_names_no_process_is_of_nobody(tmp_path, capsys):
+    owner = {"host": os.uname().nodename, "pid": -1, "worker": None, "since": "x", "mode": "y"}
+    (tmp_path / ".a.lock").write_text(json.dumps(owner))
+    assert main(["locks", str(tmp_path), "--json"]) == 0
+    (lock,) = json.loads(capsys.readouterr().out)["locks"]
+    assert (lock["held"], lock["alive"]) == (False, False)
 
 
 # doctor

@@ -629,3 +629,25 @@ def test_a_real_run_is_told_as_it_was(real_run):
     assert all(save.blocked > 0 for _, save in report.saves)
     assert "exit code 42" in page_of(report)
     assert "Going on from run-" in page_of(report)
+
+
+def test_only_a_report_is_replaced(tmp_path, capsys):
+    run = busy_run(tmp_path / "run")
+    target = tmp_path / "page.html"
+    assert main(["report", str(run), "-o", str(target)]) == 0
+    target.write_text(target.read_text().replace("</html>", "older</html>"))
+    assert main(["report", str(run), "-o", str(target)]) == 0
+    assert "older" not in target.read_text()
+    target.write_bytes(b"a checkpoint")
+    assert main(["report", str(run), "-o", str(target)]) == 2
+    assert "it is there, and is no report" in capsys.readouterr().err
+    assert target.read_bytes() == b"a checkpoint"
+
+
+def test_a_run_whose_name_is_no_text(tmp_path):
+    run = busy_run(tmp_path / "run")
+    odd = tmp_path / "\udcff"
+    run.rename(odd)
+    target = tmp_path / "page.html"
+    assert main(["report", str(odd), "-o", str(target)]) == 0
+    assert r"\udcff" in target.read_text()

@@ -151,6 +151,17 @@ def test_a_log_dir_that_cannot_be_written_is_said_once_and_stops_nothing(caplog)
     assert Path("logs").read_text() == "a file"
 
 
+def test_whatever_goes_wrong_with_scalars_no_save_fails(caplog):
+    from keras_safe_ckpt.callbacks.scalars import Scalars
+
+    scalars = Scalars("logs", step=lambda: 1 // 0)
+    with caplog.at_level(logging.WARNING):
+        scalars({"event": "notice"})
+        scalars({"event": "notice"})
+    assert caplog.text.count("No scalars for TensorBoard in logs: ") == 1
+    assert not Path("logs").exists()
+
+
 def test_a_disk_that_is_full_on_the_way_stops_nothing(small_disk, caplog):
     disk = small_disk("size=64k")
     log = EventLog(Path.cwd(), Scalars(str(disk / "logs"), lambda: 0))

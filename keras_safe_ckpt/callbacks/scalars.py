@@ -55,12 +55,12 @@ class Scalars:
             values = self._values(entry)
             if not values or self._has_failed:
                 return
-            import tensorflow as tf
-
             try:
+                import tensorflow as tf
+
                 step = entry.get("step")
                 self._write(tf, self._step() if step is None else int(step), values)
-            except (tf.errors.OpError, OSError) as error:
+            except Exception as error:  # noqa: BLE001  # said, and no reason for a save to fail
                 self._has_failed = True
                 reason = str(error).partition("\n")[0]
                 _log.warning("No scalars for TensorBoard in %s: %s", self._folder, reason)

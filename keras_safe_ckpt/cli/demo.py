@@ -26,6 +26,8 @@ example:
   keras-safe-ckpt demo --workers 1 --kill -9 --keep demo-run
 """
 INTERRUPTIONS = 2
+#: SIGINT is Ctrl-C, which ends the demonstration itself.
+_ENDING = [signal.SIGTERM, signal.SIGKILL, signal.SIGHUP, signal.SIGQUIT, signal.SIGABRT]
 
 
 def add_parser(commands: Any) -> None:
@@ -125,15 +127,12 @@ def _demonstrate(options: argparse.Namespace, folder: Path) -> int:
 
 
 def _signal(text: str) -> signal.Signals:
-    """``-9``, ``9``, ``KILL`` or ``SIGKILL``."""
+    """``-9``, ``9``, ``KILL`` or ``SIGKILL``; one that ends a process, not one that stops it."""
     name = text.lstrip("-").upper()
     try:
-        return (
-            signal.Signals(int(name))
-            if name.isdecimal()
-            else signal.Signals[f"SIG{name.removeprefix('SIG')}"]
-        )
+        number = int(name) if name.isdecimal() else signal.Signals[f"SIG{name.removeprefix('SIG')}"]
+        return _ENDING[_ENDING.index(signal.Signals(number))]
     except (ValueError, KeyError):
         raise argparse.ArgumentTypeError(
-            f"expected a signal such as -9, TERM or SIGKILL, received {text!r}"
+            f"expected -9, or one of {', '.join(one.name for one in _ENDING)}, received {text!r}"
         ) from None

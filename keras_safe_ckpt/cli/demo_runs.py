@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from keras_safe_ckpt.cli.demo_screen import ShownRun
-from keras_safe_ckpt.cli.demo_worker import BATCHES, EPOCHS
+from keras_safe_ckpt.cli.demo_worker import AMBUSH, BATCHES, EPOCHS, STRUCK
 from keras_safe_ckpt.cluster.launch import launch
 from keras_safe_ckpt.cluster.launch_plan import RESTART_CODES, Outcome, Plan
 
@@ -35,7 +36,8 @@ class Ambush:
 
     number: signal.Signals
     strikes: list[Strike] = field(default_factory=list)
-    _done: set[int] = field(default_factory=set)
+    #: Where the worker that is to be struck finds out that it was; see `demo_worker`.
+    directory: Path | None = None
 
     @staticmethod
     def at_random(rng: random.Random, workers: int, number: signal.Signals, count: int) -> Ambush:
@@ -46,17 +48,25 @@ class Ambush:
 
     def watch(self, worker: int, pid: int, epoch: int, batch: int) -> Strike | None:
         """Told how far a worker is; returns what has just been done to it."""
-        strike = next((one for one in self.strikes if one.epoch is None), None)
-        if strike is None or worker != strike.worker or pid in self._done:
+        number = next((n for n, one in enumerate(self.strikes) if one.epoch is None), None)
+        if number is None or worker != self.strikes[number].worker:
             return None
+        strike = self.strikes[number]
         if epoch * BATCHES + batch < strike.after:
             return None
-        # A restart has other processes: nobody is struck twice on its way out.
-        self._done.add(pid)
         strike.epoch, strike.batch = epoch, batch
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, self.number)
+        if self.directory is not None:
+            (self.directory / STRUCK.format(number)).touch()
         return strike
+
+    def lie_in_wait(self, directory: Path) -> None:
+        """Tell the workers where to wait for it: a batch takes less than we may be kept waiting."""
+        self.directory = directory
+        directory.mkdir(parents=True)
+        plan = [{"worker": strike.worker, "after": strike.after} for strike in self.strikes]
+        (directory / AMBUSH).write_text(json.dumps(plan))
 
 
 def run(directory: Path, workers: int, shown: ShownRun, ambush: Ambush | None) -> Outcome:
@@ -65,6 +75,7 @@ def run(directory: Path, workers: int, shown: ShownRun, ambush: Ambush | None) -
     codes: tuple[int, ...] = RESTART_CODES
     if ambush is not None:
         codes = (*codes, 128 + ambush.number)
+        ambush.lie_in_wait(directory)
         shown.on_progress = _told(shown, ambush)
     plan = Plan(
         [sys.executable, "-m", "keras_safe_ckpt.cli.demo_worker", str(directory), *together],

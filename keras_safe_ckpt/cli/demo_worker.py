@@ -9,10 +9,14 @@ import argparse
 import contextlib
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 MARK = "@demo "
+#: Who is to be interrupted after which batch, and the sign that it has been done.
+AMBUSH, STRUCK = "ambush.json", "struck-{}"
+_LONGEST_WAIT_SECONDS = 60.0
 EPOCHS, BATCHES, BATCH_SIZE = 4, 30, 32
 _CLASSES, _SIDE = 4, 12
 
@@ -54,7 +58,7 @@ def main() -> None:
                 monitor="loss",
                 write_policy="per_worker",
             ),
-            _progress(keras),
+            _progress(keras, options.directory),
         ],
     )
 
@@ -97,7 +101,7 @@ def _data(tf: Any) -> Any:
     return data.shuffle(count, seed=2).batch(BATCH_SIZE, drop_remainder=True)
 
 
-def _progress(keras: Any) -> Any:
+def _progress(keras: Any, directory: Path) -> Any:
     config = json.loads(os.environ.get("TF_CONFIG", "{}"))
     worker = config.get("task", {}).get("index", 0)
     now = {"epoch": 0}
@@ -110,6 +114,7 @@ def _progress(keras: Any) -> Any:
 
     def after_batch(batch: int, logs: Any) -> None:
         tell(epoch=now["epoch"], batch=batch + 1)
+        _wait_for_what_comes(directory, worker, now["epoch"] * BATCHES + batch + 1)
 
     def after_epoch(epoch: int, logs: Any) -> None:
         tell(epoch=epoch, batch=BATCHES, logs={name: float(logs[name]) for name in logs})
@@ -117,6 +122,18 @@ def _progress(keras: Any) -> Any:
     return keras.callbacks.LambdaCallback(
         on_epoch_begin=begin, on_train_batch_end=after_batch, on_epoch_end=after_epoch
     )
+
+
+def _wait_for_what_comes(directory: Path, worker: int, done: int) -> None:
+    """Where this worker is to be interrupted, wait for it: on a busy machine it may be late."""
+    if not (directory / AMBUSH).exists():
+        return
+    deadline = time.monotonic() + _LONGEST_WAIT_SECONDS
+    for number, strike in enumerate(json.loads((directory / AMBUSH).read_text())):
+        if strike["worker"] == worker and strike["after"] <= done:
+            sign = directory / STRUCK.format(number)
+            while not sign.exists() and time.monotonic() < deadline:
+                time.sleep(0.002)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from keras_safe_ckpt.errors import CheckpointNotFoundError, UnsafePathError
 from keras_safe_ckpt.storage.survey import find_checkpoints
+
+#: Told of each directory that could not be looked into.
+OnClosed = Callable[[Path, OSError], None]
 
 
 def existing_directory(path: Path) -> Path:
@@ -19,19 +22,23 @@ def existing_directory(path: Path) -> Path:
     raise CheckpointNotFoundError(path, "there is no such directory", what="directory")
 
 
-def directories_with_checkpoints(top: Path, *, deep: bool) -> Iterator[tuple[Path, list[Path]]]:
-    """``top`` in any case, and those below it that hold checkpoints, with what they hold."""
-    existing_directory(top)
-    yield top, find_checkpoints(top)
-    if not deep:
-        return
-    for folder, children, _ in os.walk(top):
+def checkpoints_below(top: Path, on_closed: OnClosed) -> Iterator[tuple[Path, list[Path]]]:
+    """Each directory below ``top`` with what it holds, which may be nothing."""
+
+    def failed(error: OSError) -> None:
+        on_closed(Path(error.filename or top), error)
+
+    for folder, children, _ in os.walk(top, onerror=failed):
         # Folders with a leading dot are ours: checkpoints on their way, and what feeds a file.
-        children[:] = sorted(name for name in children if not name.startswith("."))
+        # A link may lead anywhere, to where we have been, too.
+        children[:] = sorted(
+            name
+            for name in children
+            if not name.startswith(".") and not os.path.islink(os.path.join(folder, name))
+        )
         for name in children:
             try:
                 found = find_checkpoints(Path(folder, name))
-            except PermissionError:
-                continue  # Not ours to look into; what was asked for by name is another matter.
-            if found:
-                yield Path(folder, name), found
+            except OSError:
+                continue  # `os.walk` comes there as well, and tells.
+            yield Path(folder, name), found

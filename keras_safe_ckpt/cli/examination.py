@@ -114,6 +114,10 @@ def _abilities(directory: Path) -> Iterator[Finding]:
             "make the directory writable for this user, and check the disk",
         )
         return
+    if not speed.bytes_per_second:
+        small = shown_seconds(speed.small_file_seconds)
+        yield Finding("write and sync", "note", f"a small durable file takes {small}; no room")
+        return
     slow = speed.bytes_per_second < _SLOW_BYTES_PER_SECOND
     yield Finding(
         "write and sync",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from keras_safe_ckpt.cli.screen import (
     console,
     print_json,
     print_table,
+    printable,
     shown_age,
     shown_metrics,
     shown_or_dash,
@@ -22,6 +24,9 @@ from keras_safe_ckpt.cli.screen import (
 
 if TYPE_CHECKING:
     from keras_safe_ckpt.storage.survey import Surveyed
+
+#: So many folders with checkpoints below a directory are named.
+_MOST_HINTS = 3
 
 _EPILOG = """\
 "valid" is by what each file says of itself and by its size; with --verify every byte is compared.
@@ -54,32 +59,39 @@ def add_parser(commands: Any) -> None:
 def run_ls(options: argparse.Namespace) -> int:
     """Return 1 if one is damaged."""
     # Needs NumPy, which takes longer to import than all of the rest.
-    from keras_safe_ckpt.cli.directories import directories_with_checkpoints
+    from keras_safe_ckpt.cli.directories import checkpoints_below, existing_directory
     from keras_safe_ckpt.cli.looking import look_at_all
-    from keras_safe_ckpt.storage.events import EventLog
-    from keras_safe_ckpt.storage.survey import Condition, oldest_first
+    from keras_safe_ckpt.storage.survey import Condition, find_checkpoints, oldest_first
 
     if options.newest is not None and options.newest < 1:
         raise ValueError(f"--newest: expected a number of at least 1, received {options.newest}")
-    found: dict[Path, list[Surveyed]] = {}
-    below: list[str] = []
-    for directory, paths in directories_with_checkpoints(options.directory, deep=True):
-        if options.recursive or directory == options.directory:
-            listed = oldest_first(look_at_all(paths, verify=options.verify))
-            found[directory] = listed[-options.newest :] if options.newest else listed
-        else:
-            below.append(shown_path(directory))
-    writers = {directory: _writers(EventLog(directory).read()) for directory in found}
-    rows = [
-        (directory, one, writers[directory].get(one.path.name, {}))
-        for directory, listed in found.items()
-        for one in listed
-    ]
-    if options.json:
-        print_json({"checkpoints": [_facts(one, event) for _, one, event in rows]})
+    top = existing_directory(options.directory)
+    closed: list[str] = []
+    below = (
+        (directory, paths)
+        for directory, paths in checkpoints_below(top, lambda path, _: closed.append(str(path)))
+        if paths
+    )
+    places = [(top, find_checkpoints(top))]
+    hints: list[str] = []
+    if options.recursive:
+        places += below
     else:
-        _print(options, [(one, event) for _, one, event in rows], below)
-    return 1 if any(one.condition is Condition.DAMAGED for _, one, _ in rows) else 0
+        hints = [shown_path(directory) for directory, _ in itertools.islice(below, _MOST_HINTS)]
+    rows: list[tuple[Surveyed, Mapping[str, Any]]] = []
+    for directory, paths in places:
+        listed = oldest_first(look_at_all(paths, verify=options.verify))
+        writers = _writers(directory)
+        chosen = listed[-options.newest :] if options.newest else listed
+        rows += [(one, writers.get(one.path.name, {})) for one in chosen]
+    if options.json:
+        facts = [_facts(one, event) for one, event in rows]
+        print_json({"checkpoints": facts, "not_looked_into": closed if options.recursive else []})
+    else:
+        _print(options, rows, hints)
+        if closed and options.recursive:
+            console().print(f"Not looked into: {', '.join(map(printable, closed))}.")
+    return 1 if any(one.condition is Condition.DAMAGED for one, _ in rows) else 0
 
 
 def _print(
@@ -105,7 +117,7 @@ def _print(
     else:
         console().print(f"No checkpoints in {shown_path(options.directory)}.")
     if below:
-        shown = ", ".join(below[:5]) + (f" and {len(below) - 5} more" if len(below) > 5 else "")
+        shown = ", ".join(below) + (", ..." if len(below) == _MOST_HINTS else "")
         console().print(f"There are more below it, in {shown}: --recursive lists them.")
     if rows and not options.verify:
         console().print("valid: by manifest and size; --verify compares every byte.", style="dim")
@@ -137,7 +149,7 @@ def _facts(one: Surveyed, event: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "path": str(one.path),
         "kind": one.kind,
-        "step": _number_of(one, event) if manifest is None else manifest.step,
+        "step": _number_of(one) if manifest is None else manifest.step,
         "epoch": manifest and manifest.epoch,
         "batch": manifest and manifest.batch,
         "metrics": dict(manifest.metrics) if manifest else {},
@@ -153,7 +165,7 @@ def _facts(one: Surveyed, event: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _number_of(one: Surveyed, event: Mapping[str, Any]) -> int | None:
+def _number_of(one: Surveyed) -> int | None:
     """TensorFlow's ``ckpt-7`` is number 7."""
     number = one.path.name.rpartition("-")[2]
     return int(number) if one.kind == "tf_checkpoint" and number.isdecimal() else None
@@ -173,10 +185,15 @@ def _shown_condition(one: Surveyed) -> Any:
     return coloured(f"{word}: {one.reason}", style)
 
 
-def _writers(events: Any) -> dict[str, Mapping[str, Any]]:
-    """Who saved what last, by the name of the file."""
-    return {
-        event["file"]: event
-        for event in events
-        if event.get("event") == "save" and isinstance(event.get("file"), str)
-    }
+def _writers(directory: Path) -> dict[str, Mapping[str, Any]]:
+    """Who saved what last, by the name of the file, as far as the log can be read."""
+    from keras_safe_ckpt.storage.events import EventLog
+
+    try:
+        return {
+            event["file"]: event
+            for event in EventLog(directory).read()
+            if event.get("event") == "save" and isinstance(event.get("file"), str)
+        }
+    except OSError:
+        return {}

@@ -80,6 +80,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         _say("interrupted")
         return _INTERRUPTED
+    except Exception as error:  # said, and shown whole by --debug
+        if options.debug:
+            raise
+        _say(f"unexpected {type(error).__name__}: {error} (--debug shows where)")
+        return NOT_DONE
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -111,9 +116,9 @@ def _make_output_usable() -> None:
 def _say(problem: object) -> None:
     from keras_safe_ckpt.cli.screen import printable
 
-    lines = " ".join(printable(str(problem)).split("\n"))
+    line = printable(" ".join(str(problem).splitlines()))
     try:
-        print(f"keras-safe-ckpt: {lines or type(problem).__name__}", file=sys.stderr)
+        print(f"keras-safe-ckpt: {line or type(problem).__name__}", file=sys.stderr)
         sys.stdout.flush()
     except OSError:
         _drop_output()  # The disk of the output is full, say: nobody can be told more.

@@ -16,6 +16,7 @@ from keras_safe_ckpt.cli.screen import (
     console,
     print_json,
     print_table,
+    printable,
     shown_metrics,
     shown_or_dash,
     shown_path,
@@ -33,7 +34,8 @@ the files say by what they were judged (or --monitor and --mode do). Only files 
 wrote and that still have their name are deleted, and none before one that stays was verified.
 Checkpoints of TensorFlow are counted by --max-to-keep, as far as their file `checkpoint` lists
 them. What belongs to a run of several workers (the folders worker-N of PreemptionAwareCallback) is
-pruned by that run alone.
+pruned by that run alone. Where training uses RedisLocks, its lock is not seen from here: prune when
+nobody saves.
 
 example:
   keras-safe-ckpt prune run --max-to-keep 3 --keep-best 2
@@ -72,7 +74,7 @@ def run_prune(options: argparse.Namespace) -> int:
     """Return 0, also if there is nothing to delete."""
     from keras_safe_ckpt.cli.directories import existing_directory
     from keras_safe_ckpt.storage.bundles.directory import BundleDirectory
-    from keras_safe_ckpt.storage.bundles.trimming import Surplus, find_surplus, trim
+    from keras_safe_ckpt.storage.bundles.trimming import Trimming, plan_trimming, trim
     from keras_safe_ckpt.storage.catalog import Catalog
     from keras_safe_ckpt.storage.events import EventLog
     from keras_safe_ckpt.storage.pruning import Pruner
@@ -90,9 +92,10 @@ def run_prune(options: argparse.Namespace) -> int:
     catalog = Catalog(directory, ".h5")
     planned = Pruner(catalog, EventLog(directory)).plan(policy)
     bundles = BundleDirectory(directory)
-    surplus = Surplus((), (), ())
+    surplus = Trimming()
     if options.max_to_keep is not None:
-        surplus = find_surplus(bundles, options.max_to_keep)
+        surplus = plan_trimming(bundles, options.max_to_keep)
+    _check_monitor(options.monitor, [c.manifest for c, _ in planned])
     rows = [
         *(Row(c.path.name, is_doomed, c.manifest, size_of(c.path)) for c, is_doomed in planned),
         *(Row(name, False) for name in surplus.staying),
@@ -153,17 +156,45 @@ class SeriesPolicy:
         newest = checkpoints[-1]
         if newest.manifest.series == SERIES and newest.manifest.worker is not None:
             return checkpoints  # Parts of checkpoints that are somewhere else.
-        judged = [c.manifest for c in checkpoints if c.manifest.monitor and c.manifest.mode]
-        monitor, mode = self.monitor, self.mode
-        if monitor is None and judged:
-            monitor, mode = judged[-1].monitor, judged[-1].mode
-        if mode is None and self.keeping.keep_best is not None:
+        if isinstance(self.keeping.keep_every, int):
+            unknown = [c.path.name for c in checkpoints if c.manifest.epoch is None]
+            if unknown:
+                raise ValueError(
+                    f"--keep-every: {unknown[-1]} does not say its epoch: expected a time, such as "
+                    "12h"
+                )
+        kept = [newest]
+        for monitor, mode in self._standards(checkpoints):
+            policy = self.keeping.policy(monitor, mode)
+            kept += checkpoints if policy is None else policy.keep(checkpoints)
+        return kept
+
+    def _standards(self, checkpoints: Sequence[Checkpoint]) -> list[tuple[str, str | None]]:
+        """By what the best is judged: by what was asked for, and by what they were saved by."""
+        judged = [
+            (c.manifest.monitor, c.manifest.mode)
+            for c in checkpoints
+            if c.manifest.monitor and c.manifest.mode
+        ]
+        found: list[tuple[str, str | None]] = []
+        if self.monitor is not None:
+            found.append((self.monitor, self.mode))
+        if judged and judged[-1][0] is not None and judged[-1] not in found:
+            found.append((judged[-1][0], judged[-1][1]))
+        if not found and self.keeping.keep_best is not None:
             raise ValueError(
-                f"--keep-best: {newest.path.name} does not say by what it was judged: expected "
-                "--monitor and --mode"
+                f"--keep-best: {checkpoints[-1].path.name} does not say by what it was judged: "
+                "expected --monitor and --mode"
             )
-        policy = self.keeping.policy(monitor or "", mode)
-        return checkpoints if policy is None else [*policy.keep(checkpoints), newest]
+        return found or [("", None)]
+
+
+def _check_monitor(monitor: str | None, manifests: Sequence[Manifest]) -> None:
+    known = sorted({name for manifest in manifests for name in manifest.metrics})
+    if monitor is not None and monitor not in known:
+        raise ValueError(
+            f"--monitor: no checkpoint has {monitor!r}; they have: {', '.join(known) or 'nothing'}"
+        )
 
 
 def _print(
@@ -178,7 +209,8 @@ def _print(
             [row.cells() for row in rows],
         )
     if unlisted and options.max_to_keep is not None:
-        console().print(f"Not listed by TensorFlow, and left alone: {', '.join(unlisted)}.")
+        names = printable(", ".join(unlisted))
+        console().print(f"Not listed by TensorFlow, and left alone: {names}.")
     doomed = sum(row.is_doomed for row in rows)
     place = shown_path(options.directory)
     if options.yes:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from keras_safe_ckpt.cli.screen import add_common_options, print_json
+from keras_safe_ckpt.errors import UnsafePathError
 
 _DEFAULT_OUTPUT = Path("report.html")
 
@@ -43,6 +45,19 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run_report)
 
 
+def _refuse_what_is_no_report(path: Path) -> None:
+    """An older report is replaced; a checkpoint, or anything else, is not."""
+    from keras_safe_ckpt.reports.page import GENERATOR
+
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            head = file.read(1024)
+    except (FileNotFoundError, IsADirectoryError):
+        return  # Nothing there, or something that is never replaced.
+    if GENERATOR.encode() not in head:
+        raise UnsafePathError(path, "it is there, and is no report")
+
+
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
     """A million events are kept to the end, and looking for garbage among them takes longest."""
@@ -65,10 +80,13 @@ def run_report(options: argparse.Namespace) -> int:
     output: Path | None = options.output
     if output is None and not options.json:
         output = _DEFAULT_OUTPUT
+    if output is not None:
+        _refuse_what_is_no_report(output)
     with _uncollected():
         report = report_on(read_history(options.directory.absolute()))
         if output is not None:
-            write_atomically(output, page_of(report).encode())
+            # A name that is no text stands there as one.
+            write_atomically(output, page_of(report).encode(errors="backslashreplace"))
     if options.json:
         print_json(report.as_dict())
     else:

@@ -33,7 +33,7 @@ def add_common_options(
 
 
 def print_json(document: Any) -> None:
-    """One document; what JSON has no word for (NaN, paths) becomes null or text."""
+    """One document; what JSON has no word for (NaN, an infinite number, a path) becomes text."""
     print(json.dumps(_plain_values(document), indent=2, ensure_ascii=False))
 
 
@@ -82,9 +82,7 @@ def printable(text: str) -> str:
     """Without what would move the cursor: names of files and hosts may come from anybody."""
     if text.isprintable():
         return text
-    return "".join(
-        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
-    )
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def shown_path(path: Path) -> str:
@@ -132,7 +130,7 @@ def _plain_values(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain_values(one) for one in value]
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        return value if math.isfinite(value) else str(value)
     if value is None or isinstance(value, (bool, int)):
         return value
     return _plain_text(str(value))
@@ -140,4 +138,4 @@ def _plain_values(value: Any) -> Any:
 
 def _plain_text(text: str) -> str:
     """A name that is not UTF-8 cannot stand in JSON as it is."""
-    return text.encode(errors="surrogateescape").decode(errors="backslashreplace")
+    return text.encode(errors="backslashreplace").decode()

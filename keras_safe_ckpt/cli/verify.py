@@ -47,20 +47,34 @@ def add_parser(commands: Any) -> None:
 
 def run_verify(options: argparse.Namespace) -> int:
     """Return 0 if all are whole, 1 if one is damaged, 2 if one cannot be judged."""
-    from keras_safe_ckpt.cli.directories import directories_with_checkpoints
+    from keras_safe_ckpt.cli.directories import checkpoints_below
     from keras_safe_ckpt.cli.looking import look_at_all
-    from keras_safe_ckpt.storage.survey import checkpoint_at
+    from keras_safe_ckpt.storage.survey import (
+        Condition,
+        Surveyed,
+        checkpoint_at,
+        find_checkpoints,
+    )
+
+    closed: list[Surveyed] = []
+
+    def note_closed(path: Path, error: OSError) -> None:
+        reason = f"it cannot be looked into ({error.strerror})"
+        closed.append(
+            Surveyed(path, "directory", 0, 0.0, None, Condition.UNKNOWN, reason, verified=False)
+        )
 
     paths: dict[Path, None] = {}  # Each once, in the order in which they were asked for.
     for path in options.paths:
         if not path.is_dir():
             paths[checkpoint_at(path)] = None
             continue
-        found = [one for _, those in directories_with_checkpoints(path, deep=True) for one in those]
-        if not found:
+        found = find_checkpoints(path)
+        found += [one for _, those in checkpoints_below(path, note_closed) for one in those]
+        if not found and not closed:
             raise CheckpointNotFoundError(path, "the directory holds no checkpoint")
         paths.update(dict.fromkeys(found))
-    looked_at = look_at_all(list(paths), verify=True)
+    looked_at = [*look_at_all(list(paths), verify=True), *closed]
     counts = {
         condition: sum(one.condition.value == condition for one in looked_at)
         for condition in ("whole", "damaged", "unknown")

@@ -137,12 +137,21 @@ def event_from(entry: Mapping[str, Any], folder: str = "") -> Event | None:
     return Event(folder=folder, **facts)
 
 
+def _has_log(folder: Path, *, is_asked: bool) -> bool:
+    try:
+        return (folder / FILE_NAME).is_file()
+    except OSError as error:
+        if is_asked:
+            raise UnreadableCheckpointError(folder, error) from error
+        return False  # A folder beside others that is not ours to look into.
+
+
 def read_history(directory: Path) -> History:
     """From ``events.jsonl`` of the directory and of the folders in it, one level deep."""
     if not directory.is_dir():
         raise CheckpointNotFoundError(directory, "there is no such directory", what="events")
     places = [directory, *sorted(path for path in directory.iterdir() if path.is_dir())]
-    logs = {path: EventLog(path) for path in places if (path / FILE_NAME).is_file()}
+    logs = {path: EventLog(path) for path in places if _has_log(path, is_asked=path == directory)}
     if not logs:
         reason = f"neither it nor a folder in it has a file {FILE_NAME}"
         raise CheckpointNotFoundError(directory, reason, what="events")

@@ -46,6 +46,10 @@ _MARKS = {
 }
 
 
+#: By which a report is known from any other page.
+GENERATOR = '<meta name="generator" content="keras-safe-ckpt report">'
+
+
 def page_of(report: Report) -> str:
     """The whole document."""
     summary = report.summary
@@ -53,7 +57,7 @@ def page_of(report: Report) -> str:
     scale = Scale(summary.first, summary.last)
     title = f"Training run in {name}"
     return f"""<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8">
+<html lang="en"><head><meta charset="utf-8">{GENERATOR}
 <meta http-equiv="Content-Security-Policy" content="{_POLICY}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(title)}</title><style>{STYLE}</style></head><body>{SYMBOLS}<main>

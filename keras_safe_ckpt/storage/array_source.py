@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +85,8 @@ class _BundleArrays:
         index: Index = bundle.check()
         self._shards = index.shards
         self._entries = {entry.name: entry for entry in index.entries}
+        if len(self._entries) != len(index.entries):
+            raise CorruptCheckpointError(bundle.prefix, "two of its tensors have the same name")
         self.arrays: Mapping[str, ArrayFacts] = {
             name: ArrayFacts(entry.shape, entry.dtype_name, entry.size, f"{entry.checksum:08x}")
             for name, entry in self._entries.items()
@@ -97,14 +98,16 @@ class _BundleArrays:
         if dtype is None:
             return None
         path = self._bundle.data(entry.shard, self._shards)
+        data = bytearray(entry.size)
         try:
             with open(path, "rb", buffering=0) as file:
                 whole = are_whole(file.fileno(), entry)
-                data = os.pread(file.fileno(), entry.size, entry.offset) if whole else b""
-                while whole and len(data) < entry.size:  # One call reads 2 GiB at most.
-                    more = os.pread(file.fileno(), entry.size - len(data), entry.offset + len(data))
-                    whole = bool(more)
-                    data += more
+                file.seek(entry.offset)
+                place, view = 0, memoryview(data)
+                while whole and place < entry.size:  # One call reads 2 GiB at most.
+                    count = file.readinto(view[place:]) or 0
+                    whole = count > 0
+                    place += count
         except OSError as error:
             raise UnreadableCheckpointError(path, error) from error
         if not whole or entry.size != entry.count * dtype.itemsize:

@@ -107,6 +107,14 @@ class Catalog:
         self._manifests[path] = (identity, manifest)
         self._verified[path] = identity
 
+    def is_as_known(self, path: Path) -> bool:
+        """Whether the file is the one whose manifest was read; one that is gone is, too."""
+        known = self._manifests.get(path)
+        try:
+            return known is None or known[0] == _identity(path)
+        except CheckpointNotFoundError:
+            return True
+
     def forget(self, path: Path) -> None:
         """Drop what is known of a file that is gone."""
         self._manifests.pop(path, None)

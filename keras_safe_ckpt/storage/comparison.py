@@ -18,7 +18,8 @@ _BLOCK = 1 << 20
 class Difference:
     """``largest`` and ``mean`` are of the absolute differences; None where there are no numbers.
 
-    NaN at the same place in both is no difference; at one place only, it is an infinite one.
+    ``elements_different`` counts bits, so that two ways to write NaN differ by nothing. NaN at one
+    place only is an infinite difference.
     """
 
     name: str
@@ -109,7 +110,10 @@ def _is_extension(dtype: np.dtype[Any]) -> bool:
 
 
 def _distances(first: np.ndarray[Any, Any], second: np.ndarray[Any, Any]) -> Any:
-    kind = np.complex128 if first.dtype.kind == "c" else np.float64
+    # Integers of 64 bits do not fit into a float64.
+    kind: Any = {"c": np.complex128, "i": np.longdouble, "u": np.longdouble}.get(
+        first.dtype.kind, np.float64
+    )
     with np.errstate(all="ignore"):
         distance = np.abs(first.astype(kind) - second.astype(kind))
     # Infinite on both sides, or no number on both: they are the same if their bits are.

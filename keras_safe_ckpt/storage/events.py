@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import socket
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,6 +24,9 @@ Listener = Callable[[Mapping[str, Any]], None]
 
 #: A shorter wait for a save is not worth a line.
 _WORTH_SAYING_SECONDS = 0.001
+
+#: No event is longer; of a file that is something else not all is held in memory.
+_LONGEST_LINE = 1 << 20
 
 _log = logging.getLogger(__name__)
 
@@ -92,8 +96,12 @@ class EventLog:
     def read(self, on_broken: Callable[[], None] = lambda: None) -> Iterator[dict[str, Any]]:
         """All events, oldest first; lines that are not whole are left out, and told of."""
         try:
-            with open(self.path, "rb") as file:
-                for line in file:
+            # What is no file (a pipe) would be waited for.
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            with open(descriptor, "rb") as file:
+                if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                    return
+                while line := file.readline(_LONGEST_LINE):
                     try:
                         entry = json.loads(line)
                     except (ValueError, RecursionError):

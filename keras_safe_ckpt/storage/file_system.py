@@ -92,6 +92,8 @@ def why_locks_fail(folder: Path) -> str | None:
             held.ensure_held()
     except SafeCheckpointError as error:
         return str(error.facts.get("reason") or error)
+    except subprocess.TimeoutExpired:
+        return "another process that tries it hangs"
     if code == _REFUSED:
         return None
     return (
@@ -144,7 +146,7 @@ def why_no_links(folder: Path) -> str | None:
 
 @dataclass(frozen=True)
 class Speed:
-    """Of a durable small file, and of a large one while it is written and synced."""
+    """Of a durable small file, and of a large one while it is written and synced (0: no room)."""
 
     small_file_seconds: float
     bytes_per_second: float

@@ -7,6 +7,8 @@ import os
 import zipfile
 from pathlib import Path
 
+from keras_safe_ckpt.errors import SafeCheckpointError
+from keras_safe_ckpt.storage.formats.format import damage_reported
 from keras_safe_ckpt.storage.formats.keras_zip import MANIFEST_KEY
 from keras_safe_ckpt.storage.manifest import LARGEST_BYTES
 
@@ -18,11 +20,12 @@ _END_ADDRESS_AT = {0: 40, 1: 44, 2: 28, 3: 28}
 def is_plain_keras(path: Path) -> bool:
     """Whether the file looks whole, and never had a manifest of ours."""
     try:
-        if path.name.endswith(".keras"):
-            return _is_plain_archive(path)
-        return _is_whole_hdf5(path)
-    except (OSError, ValueError, zipfile.BadZipFile, RecursionError):
-        return False
+        with damage_reported(path):
+            if path.name.endswith(".keras"):
+                return _is_plain_archive(path)
+            return _is_whole_hdf5(path)
+    except SafeCheckpointError:
+        return False  # Whatever it is, it is not what Keras writes.
 
 
 def _is_plain_archive(path: Path) -> bool:

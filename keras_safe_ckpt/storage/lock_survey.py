@@ -30,7 +30,6 @@ class SurveyedLock:
     held: bool | None
     alive: bool | None
     pids: tuple[int, ...]
-    modified: float
 
 
 def survey_locks(directory: Path) -> list[SurveyedLock]:
@@ -52,7 +51,7 @@ def _looked_at(path: Path) -> SurveyedLock | None:
     except FileNotFoundError:
         return None  # Somebody has removed it meanwhile.
     except OSError:
-        return SurveyedLock(path, _target(path), None, None, None, (), 0.0)
+        return SurveyedLock(path, _target(path), None, None, None, ())
     try:
         owner = parse_owner(os.pread(descriptor, RECORD_LIMIT, 0))
         pids = tuple(sorted(flock_holders(descriptor)))
@@ -61,10 +60,9 @@ def _looked_at(path: Path) -> SurveyedLock | None:
         held = True if pids else is_locked(descriptor)
         here = owner is not None and owner.host == os.uname().nodename
         alive = _is_running(owner.pid) if owner is not None and here else None
-        modified = os.fstat(descriptor).st_mtime
     finally:
         os.close(descriptor)
-    return SurveyedLock(path, _target(path), owner, held, alive, pids, modified)
+    return SurveyedLock(path, _target(path), owner, held, alive, pids)
 
 
 def _target(path: Path) -> str:
@@ -72,6 +70,8 @@ def _target(path: Path) -> str:
 
 
 def _is_running(pid: int) -> bool:
+    if pid <= 0:
+        return False  # No process has such a number, and `kill` would mean many by it.
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -27,6 +27,8 @@ from keras_safe_ckpt.storage.dtypes import describe, dtype_from_name
 
 #: The version written, and the newest one understood.
 FORMAT_VERSION = 1
+#: The end of the year 9999: nothing later can be shown as a date.
+_LATEST = 253402300799.0
 #: No honest manifest is larger; reading stops here.
 LARGEST_BYTES = 64 << 20
 
@@ -192,10 +194,13 @@ def _checked(body: dict[str, Any]) -> Manifest:
         "versions": (dict,),
     }.items():
         value = getattr(manifest, name)
-        if not isinstance(value, kinds):
-            raise ValueError(f"{name} is {value!r}")
-    if not all(isinstance(value, (int, float)) for value in manifest.metrics.values()):
-        raise ValueError(f"metrics are {dict(manifest.metrics)!r}")
+        if not isinstance(value, kinds) or (isinstance(value, int) and abs(value) >= 1 << 63):
+            raise ValueError(f"{name} is not what it should be")
+    if not 0 <= manifest.wall_time <= _LATEST:
+        raise ValueError(f"its time is {manifest.wall_time!r}")
+    for metric, value in manifest.metrics.items():
+        if not isinstance(value, (int, float)) or (isinstance(value, int) and abs(value) >> 63):
+            raise ValueError(f"the metric {metric!r} is no number")
     for record in arrays.values():
         dtype_from_name(record.dtype)
     return manifest

@@ -86,6 +86,8 @@ class Pruner:
         lock.ensure_held()
         deleted, failure = [], None
         for path in doomed:
+            if not self._catalog.is_as_known(path):
+                continue  # Published anew meanwhile, by somebody who does not know our lock.
             try:
                 path.unlink(missing_ok=True)
             except OSError as error:

@@ -20,8 +20,10 @@ from keras_safe_ckpt.errors import (
     UnreadableCheckpointError,
 )
 from keras_safe_ckpt.storage.bundles.bundle import Bundle, part_of
-from keras_safe_ckpt.storage.bundles.files import INDEX, find_parts
+from keras_safe_ckpt.storage.bundles.files import INDEX, find_parts, is_data
 from keras_safe_ckpt.storage.bundles.index import read_index
+from keras_safe_ckpt.storage.bundles.state_file import read_state
+from keras_safe_ckpt.storage.events import EventLog
 from keras_safe_ckpt.storage.foreign import is_plain_keras
 from keras_safe_ckpt.storage.formats import FORMATS, format_of
 from keras_safe_ckpt.storage.manifest import Manifest
@@ -62,22 +64,22 @@ class Surveyed:
 def find_checkpoints(directory: Path) -> list[Path]:
     """The paths of all that may be checkpoints, by name; `OSError` if that cannot be told.
 
-    Of ``.h5`` files, which may be anything, those that carry our manifest.
+    An ``.h5`` file may be anything: it is one if it carries our manifest, or is said to have been
+    saved here. So may an ``.index`` file be, unless there is data beside it, or TensorFlow lists
+    it.
     """
-    found = []
+    found: list[Path] = []
+    doubtful: list[Path] = []
     with os.scandir(directory) as entries:
         for entry in entries:
             name = entry.name
             if name.startswith(".") or not name.endswith((*_ALWAYS, _LEGACY)):
                 continue
-            if not entry.is_file(follow_symlinks=False):
-                continue
-            path = directory / name
-            if name.endswith(_ALWAYS) or _is_ours(path):
-                found.append(path)
-    parts = find_parts(directory, None)
-    found += [directory / name for name, kinds in parts.items() if INDEX in kinds]
-    return sorted(found)
+            if entry.is_file(follow_symlinks=False):
+                (found if name.endswith(_ALWAYS) else doubtful).append(directory / name)
+    saved = _saved_here(directory) if doubtful else set()
+    found += [path for path in doubtful if path.name in saved or _may_be_ours(path)]
+    return sorted([*found, *_find_bundles(directory)])
 
 
 def checkpoint_at(path: Path) -> Path:
@@ -86,8 +88,9 @@ def checkpoint_at(path: Path) -> Path:
         part = part_of(path.name)
         if part is not None and not path.name.endswith((*_ALWAYS, _LEGACY)):
             return path.parent / part[0]
+        format_of(path)  # Raises for what cannot be a checkpoint by its name.
         return path
-    if Bundle(path.parent, path.name).index.is_file():
+    if _bundle(path).index.is_file():
         return path
     if os.path.lexists(path):
         raise CorruptCheckpointError(path, "it is not a regular file")
@@ -96,11 +99,14 @@ def checkpoint_at(path: Path) -> Path:
 
 def is_bundle(path: Path) -> bool:
     """Whether it is what the files of a checkpoint of TensorFlow begin with."""
-    return not path.name.endswith((*_ALWAYS, _LEGACY)) and _bundle(path).index.is_file()
+    return not path.name.endswith((*_ALWAYS, _LEGACY)) and not path.is_file()
 
 
 def look_at(path: Path, *, verify: bool = False, advance: Advance | None = None) -> Surveyed:
-    """One checkpoint; what is wrong with it is part of the answer, and never raised."""
+    """One checkpoint; what is wrong with it is part of the answer.
+
+    Raises `CheckpointNotFoundError` if it is gone: somebody has deleted it since it was listed.
+    """
     bundle = is_bundle(path)
     kind = "tf_checkpoint" if bundle else _kind_of(path)
     condition, reason, manifest = Condition.WHOLE, "", None
@@ -117,7 +123,14 @@ def look_at(path: Path, *, verify: bool = False, advance: Advance | None = None)
         condition, reason = Condition.UNKNOWN, _reason(error)
     except (CorruptCheckpointError, CheckpointNotFoundError) as error:
         condition, reason = Condition.DAMAGED, _reason(error)
-        if not bundle and manifest is None and is_plain_keras(path):
+        if bundle and not _bundle(path).index.is_file():
+            if not _has_data(path):
+                raise CheckpointNotFoundError(path, "it was deleted meanwhile") from None
+            condition = Condition.UNKNOWN
+            reason = "its index is missing: it is half written, or half deleted"
+        elif isinstance(error, CheckpointNotFoundError) and not bundle:
+            raise
+        elif not bundle and manifest is None and is_plain_keras(path):
             condition = Condition.UNKNOWN
             reason = "Keras wrote it: it has no manifest, and no digests to verify it by"
     return Surveyed(path, kind, size, modified, manifest, condition, reason, verify)
@@ -139,12 +152,42 @@ def size_of(path: Path) -> int:
     return _measured(_files_of(path) if is_bundle(path) else [path])[0]
 
 
-def _is_ours(path: Path) -> bool:
+def _saved_here(directory: Path) -> set[str]:
+    try:
+        return {
+            event["file"]
+            for event in EventLog(directory).read()
+            if event.get("event") == "save" and isinstance(event.get("file"), str)
+        }
+    except OSError:
+        return set()  # The log is of use where it can be read.
+
+
+def _may_be_ours(path: Path) -> bool:
     try:
         with format_of(path).open(path):
             return True
-    except SafeCheckpointError:
+    except (CorruptCheckpointError, CheckpointNotFoundError):
         return False
+    except SafeCheckpointError:
+        return True  # Of a newer version, or not to be read now: nobody can say that it is not.
+
+
+def _find_bundles(directory: Path) -> list[Path]:
+    state = None
+    found = []
+    for name, kinds in find_parts(directory, None).items():
+        if any(map(is_data, kinds)):
+            found.append(directory / name)
+        elif INDEX in kinds:
+            state = state or read_state(directory)
+            if state is not None and name in state.listed:
+                found.append(directory / name)
+    return found
+
+
+def _has_data(path: Path) -> bool:
+    return any(map(is_data, find_parts(path.parent, None).get(path.name, ())))
 
 
 def _kind_of(path: Path) -> str:

@@ -109,7 +109,8 @@ def _entry(key: bytes, value: bytes) -> Entry:
         if number == 2 and isinstance(content, bytes):
             shape = _dimensions(content)
     return Entry(
-        name=key.decode(errors="replace"),
+        # Parts of a sliced tensor have names that are no text; two must not become one.
+        name=key.decode(errors="backslashreplace"),
         dtype=_number(fields, 1),
         shape=shape,
         shard=_number(fields, 3),

@@ -18,19 +18,33 @@ _NUMBERED = re.compile(r"(.*)-\d{1,19}", re.DOTALL)
 
 @dataclass(frozen=True)
 class Surplus:
-    """What would go, what stays, and what is not TensorFlow's to delete (kept for ever, or of
-    another day: the file ``checkpoint`` does not list it).
-    """
+    """Of those that belong together: what would go, and what stays."""
 
     doomed: tuple[str, ...]
     staying: tuple[str, ...]
-    unlisted: tuple[str, ...]
 
 
-def find_surplus(directory: BundleDirectory, most: int) -> Surplus:
+@dataclass(frozen=True)
+class Trimming:
+    """``unlisted`` are not TensorFlow's to delete: kept for ever, or of another day, so that the
+    file ``checkpoint`` does not list them.
+    """
+
+    families: tuple[Surplus, ...] = ()
+    unlisted: tuple[str, ...] = ()
+
+    @property
+    def doomed(self) -> list[str]:
+        return [name for family in self.families for name in family.doomed]
+
+    @property
+    def staying(self) -> list[str]:
+        return [name for family in self.families for name in family.staying]
+
+
+def plan_trimming(directory: BundleDirectory, most: int) -> Trimming:
     """All but the newest ``most`` of those that belong together by their names."""
-    parts = directory.parts()
-    there = [name for name, kinds in parts.items() if INDEX in kinds]
+    there = [name for name, kinds in directory.parts().items() if INDEX in kinds]
     state = directory.state() or State()
     managed = [
         name for name, since in state.listed.items() if name in there and since > state.preserved
@@ -42,21 +56,27 @@ def find_surplus(directory: BundleDirectory, most: int) -> Surplus:
     for name in managed:
         match = _NUMBERED.fullmatch(name)
         families.setdefault(match[1] if match else name, []).append(name)
-    doomed = [name for members in families.values() for name in members[:-most]]
-    staying = [name for name in managed if name not in doomed]
-    unlisted = sorted(set(there) - set(managed))
-    return Surplus(tuple(doomed), tuple(staying), tuple(unlisted))
+    return Trimming(
+        tuple(Surplus(tuple(names[:-most]), tuple(names[-most:])) for names in families.values()),
+        tuple(sorted(set(there) - set(managed))),
+    )
 
 
 def trim(directory: BundleDirectory, most: int) -> list[str]:
-    """Delete the surplus; nothing unless one that stays was verified."""
+    """Delete what is planned; nothing of a family unless one of it that stays was verified."""
     with directory.locks.exclusive(directory.path / LOCK_NAME) as lock:
         recover(directory)
-        surplus = find_surplus(directory, most)
-        if not surplus.doomed or not _has_a_whole_one(directory, surplus):
+        doomed = [
+            name
+            for family in plan_trimming(directory, most).families
+            if family.doomed and _has_a_whole_one(directory, family)
+            for name in family.doomed
+        ]
+        if not doomed:
             return []
         state = directory.state() or State()
-        left = {name: t for name, t in state.listed.items() if name not in surplus.doomed}
+        left = {name: time for name, time in state.listed.items() if name not in doomed}
+        # Whoever reads one of them comes to its end first.
         with directory.without_readers() as readers:
             lock.ensure_held()
             readers.ensure_held()
@@ -64,16 +84,16 @@ def trim(directory: BundleDirectory, most: int) -> list[str]:
                 # First the list: it must never name what is gone.
                 directory.keep_state(State(left, state.preserved, state.newest_stays))
                 parts = directory.parts()
-                for name in surplus.doomed:
+                for name in doomed:
                     remove(directory.path, name, parts.get(name, ()))
             except OSError as error:
                 raise CheckpointWriteError(directory.path, error) from error
-        directory.events.record("prune", files=list(surplus.doomed))
-    return list(surplus.doomed)
+        directory.events.record("prune", files=doomed)
+    return doomed
 
 
-def _has_a_whole_one(directory: BundleDirectory, surplus: Surplus) -> bool:
+def _has_a_whole_one(directory: BundleDirectory, family: Surplus) -> bool:
     return any(
         directory.is_whole(Bundle(directory.path, name), thoroughly=True)
-        for name in reversed(surplus.staying)
+        for name in reversed(family.staying)
     )
