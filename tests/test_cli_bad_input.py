@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 
 import pytest
 from command_line import cli, command, one_line_of, variables
@@ -205,6 +206,15 @@ def test_a_terminal_that_knows_few_letters(tmp_path):
     assert "gr??e.weights.h5" in done.stdout
 
 
+#: A shell lets its background jobs ignore Ctrl-C, and that is handed down.
+HEARS_CTRL_C = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from keras_safe_ckpt.cli.main import main
+sys.exit(main())
+"""
+
+
 def test_ctrl_c_ends_it_with_one_line(tmp_path):
     path = write_plain(tmp_path / "a.tfrecord", [b"x"])
     holder = start(
@@ -220,7 +230,7 @@ with LockManager().exclusive(sys.argv[1]):
     with ending(holder):
         assert holder.stdout.readline() == "held\n"
         waiting = subprocess.Popen(
-            ["bash", "-c", 'trap - INT; exec "$@"', "-", *command("tfrecord", "verify", path)],
+            [sys.executable, "-c", HEARS_CTRL_C, "tfrecord", "verify", path],
             env=variables(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -106,7 +106,7 @@ report(stops=stops, nobody=nobody.stopped, weights=float(np.sum(model.get_weight
 @pytest.mark.parametrize(
     ("workers", "who", "ways"),
     [
-        (2, [0, 1], "one way"),
+        (2, [1], "one way"),
         (3, ["all"], "one way"),
         pytest.param(2, [], "both ways", marks=pytest.mark.campaign),
         pytest.param(3, [], "both ways", marks=pytest.mark.campaign),

@@ -424,7 +424,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(SafeCheckpointError, match="would be left out"):
         rescue(tmp_path / ".all.h5.unfinished", tmp_path / "out.h5")
     refused = recovered(tmp_path / ".all.h5.unfinished", "--out", tmp_path / "out.h5")
-    assert refused.returncode == 1
+    assert refused.returncode == 2
     assert not (tmp_path / "out.h5").exists()
     advice = listed.splitlines()[-1].strip().replace("python", sys.executable, 1)
     subprocess.run(advice, shell=True, check=True, env=environment(), cwd=PROJECT)

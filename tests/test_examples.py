@@ -13,7 +13,7 @@ import yaml
 from processes import PROJECT, environment
 
 from keras_safe_ckpt import CheckpointStore
-from keras_safe_ckpt.cluster.launch import RESTART_CODES
+from keras_safe_ckpt.cluster.launch_plan import RESTART_CODES
 from keras_safe_ckpt.cluster.roles import role_from_environment
 
 EXAMPLES = PROJECT / "examples"

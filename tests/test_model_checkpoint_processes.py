@@ -127,7 +127,7 @@ print(epoch)
 """
 
 
-@pytest.mark.parametrize("kills", [20, pytest.param(50, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("kills", [10, pytest.param(50, marks=pytest.mark.campaign)])
 def test_killed_at_random_moments_there_is_always_a_whole_model(tmp_path, kills):
     epoch = int(run_ok(FORKED + KILL, tmp_path, kills, 1, timeout=280))
     assert epoch >= kills
