@@ -91,6 +91,8 @@ def _live(job: Job, writing: int, log: Path) -> None:
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(output, 1)
         os.dup2(output, 2)
+        # Whatever they were, in a test for instance.
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
         def tell(**facts: Any) -> None:

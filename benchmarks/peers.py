@@ -163,6 +163,12 @@ def made_by(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def stored_text(measured: dict[str, Any]) -> str:
+    """As JSON, with a list of figures on one line."""
+    text = json.dumps(measured, indent=1)
+    return re.sub(r"\[[^\[\]{}]*\]", lambda found: " ".join(found[0].split()), text) + "\n"
+
+
 def put_into(document: Path, lines: list[str]) -> None:
     """Replace what is between the marks for it."""
     begin, end = "<!-- peers:begin -->\n", "<!-- peers:end -->"
@@ -216,7 +222,7 @@ def main() -> int:
     plots = [arguments.plot] + [PROJECT / PLOT] * arguments.refresh
     for path in filter(None, stores):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(measured, indent=1) + "\n")
+        path.write_text(stored_text(measured))
     for path in filter(None, plots):
         titles = {size: f"{report.size(size)} of state" for size in measured["costs"]}
         draw(measured["costs"], titles, path)

@@ -212,11 +212,13 @@ def measure_kills(tell: Tell, name: str, parameters: float, kills: int, folder: 
 
 
 def flip_a_bit(folder: Path) -> None:
-    """In the middle of the largest file."""
-    files = (path for path in folder.rglob("*") if path.is_file())
-    largest = max(files, key=lambda path: path.stat().st_size)
-    with open(largest, "r+b") as file:
-        file.seek(largest.stat().st_size // 2)
+    """In the middle of what was saved last: the newest of the large files."""
+    found = {path: path.stat() for path in folder.rglob("*") if path.is_file()}
+    size = max(facts.st_size for facts in found.values())
+    large = [path for path, facts in found.items() if facts.st_size > size / 2]
+    newest = max(large, key=lambda path: found[path].st_mtime_ns)
+    with open(newest, "r+b") as file:
+        file.seek(found[newest].st_size // 2)
         byte = file.read(1)[0]
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte ^ 1]))

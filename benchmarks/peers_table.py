@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from peers_killed import MIXTURE, NEW, PREVIOUS
+from peers_killed import MIXTURE, NEW, NOTHING, PREVIOUS
 from peers_known import (
     AWARE,
     BACKUP,
@@ -166,9 +166,13 @@ class Report:
         if peer.kind == "guard":
             return "as its manager"
         found = self._killed[peer.name]["flipped"]
-        if found in (MIXTURE, NEW):
-            return "loaded in silence"
-        return "passed over" if found == PREVIOUS else "an error"
+        words = {
+            MIXTURE: "loaded in silence",
+            NEW: "without effect",
+            PREVIOUS: "passed over",
+            NOTHING: "starts over",
+        }
+        return words.get(found, "an error")
 
     # All of it.
 
