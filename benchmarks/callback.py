@@ -32,6 +32,7 @@ from typing import Any
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import numpy as np
+from tables import shown, table_lines
 
 LAYERS = 12
 RAW = "a thread that writes as many bytes"
@@ -209,12 +210,6 @@ def idle_batch(folder: Path, calls: int = 20000) -> float:
     return statistics.median(took)
 
 
-def shown(value: float) -> str:
-    if value < 1e-3:
-        return f"{value * 1e6:.1f} µs"
-    return f"{value * 1e3:.1f} ms" if value < 0.1 else f"{value:.2f} s"
-
-
 Row = tuple[str, str, str, str, str]
 
 
@@ -330,13 +325,7 @@ def main() -> int:
         table.append(("batch at which nothing is due", shown(idle), "", "", f"<= 20 µs {verdict}"))
 
     head: Row = ("what", "time", "compared with", "ratio", "goal")
-    if arguments.markdown:
-        for line in [head, ("---",) * 5, *table]:
-            print("| " + " | ".join(line) + " |")
-    else:
-        widths = [max(len(line[column]) for line in [head, *table]) for column in range(5)]
-        for line in [head, *table]:
-            print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)))
+    print("\n".join(table_lines(head, table, markdown=arguments.markdown)))
     return 1 if any(line[4].endswith("NO") for line in table) else 0
 
 

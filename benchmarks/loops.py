@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from storage import build_model, seconds, state_views, warm_up_memory
+from tables import shown, table_lines
 
 CALLS = 20_000
 SMALL_ROUNDS = 40
@@ -93,10 +94,6 @@ class Comparison:
                 f"{self.of_medians:.2f}", goal]  # fmt: skip
 
 
-def shown(value: float) -> str:
-    return f"{value:.2f} s" if value >= 0.1 else f"{1e3 * value:.1f} ms"
-
-
 def compare_managers(model: Any, folder: Path, size: str, goal: float) -> list[Comparison]:
     import tensorflow as tf
 
@@ -141,8 +138,7 @@ def measure_guard() -> float:
 
 def print_table(rows: list[list[str]], markdown: bool) -> None:
     head = ["what", "time", "ratio", "of medians", "goal"]
-    for row in [head, ["---"] * len(head), *rows] if markdown else [head, *rows]:
-        print("| " + " | ".join(row) + " |" if markdown else "  ".join(row))
+    print("\n".join(table_lines(head, rows, markdown=markdown)))
 
 
 def main() -> int:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from storage import build_model, raw_write, seconds, state_views, warm_up_memory
+from tables import shown, table_lines
 
 CALLS = 20_000
 BATCHES = 20_000
@@ -224,12 +225,6 @@ def rows(times: dict[str, list[float]], gigabytes: float) -> list[tuple[str, str
     ]  # fmt: skip
 
 
-def shown(value: float) -> str:
-    if value < 1e-3:
-        return f"{value * 1e6:.1f} µs"
-    return f"{value:.2f} s" if value >= 0.1 else f"{value * 1e3:.1f} ms"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -240,10 +235,7 @@ def main() -> None:
     arguments = parser.parse_args()
     table = rows(*measure(arguments.parameters, arguments.rounds))
     header = ("what", "time", "ratio", "of medians", "goal")
-    for index, line in enumerate([header, *table]):
-        print("| " + " | ".join(line) + " |" if arguments.markdown else "  ".join(line))
-        if arguments.markdown and index == 0:
-            print("|" + " --- |" * len(header))
+    print("\n".join(table_lines(header, table, markdown=arguments.markdown)))
     sys.exit(any("NO" in line[-1] for line in table))
 
 

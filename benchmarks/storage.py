@@ -27,6 +27,7 @@ from pathlib import Path
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import numpy as np
+from tables import shown, table_lines
 
 
 def seconds(action: Callable[[], object]) -> float:
@@ -245,12 +246,6 @@ OTHERS = [
 ]
 
 
-def shown(value: float) -> str:
-    if value < 1e-3:
-        return f"{value * 1e6:.0f} µs"
-    return f"{value * 1e3:.1f} ms" if value < 0.1 else f"{value:.2f} s"
-
-
 def row(what: str, ours: list[float], other: str, theirs: list[float], goal: float | None):
     ratio = min(ours) / min(theirs)
     medians = statistics.median(ours) / statistics.median(theirs)
@@ -295,13 +290,7 @@ def main() -> int:
         f"{model.count_params() / 1e6:.0f}M parameters, state {state_bytes / 1e9:.2f} GB, "
         f"best of {arguments.rounds} rounds\n"
     )
-    if arguments.markdown:
-        for row in [head, ("---",) * 6, *table]:
-            print("| " + " | ".join(row) + " |")
-    else:
-        widths = [max(len(row[column]) for row in [head, *table]) for column in range(6)]
-        for row in [head, *table]:
-            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)))
+    print("\n".join(table_lines(head, table, markdown=arguments.markdown)))
     return 1 if any(row[5].endswith("NO") for row in table) else 0
 
 
