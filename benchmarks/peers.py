@@ -2,7 +2,7 @@
 
     python benchmarks/peers.py                        # 1.2 GB and 100 kB: about 20 minutes
     python benchmarks/peers.py --quick                # 60 MB and 100 kB: about 2 minutes
-    python benchmarks/peers.py --refresh              # and stores all that the README shows of it
+    python benchmarks/peers.py --refresh              # and renews what the README shows of it
     python benchmarks/peers.py --from FILE --markdown # the tables again, from stored measurements
 
 Blocked is the time that all callbacks together keep `fit` waiting at the change of epochs, for a

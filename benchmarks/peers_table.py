@@ -199,5 +199,13 @@ class Report:
             f"{large['restores']} restores (small model: {small['rounds'] * small['epochs']}, "
             f"{small['rounds']}, {small['saves']} and {small['restores']}), the order rotating; "
             f"{options['kills']['kills']} kills each, in saves of "
-            f"{options['kills']['megabytes']:.2g} MB."
+            f"{options['kills']['megabytes']:.2g} MB. {self._noise()}"
         ]
+
+    def _noise(self) -> str:
+        """How much the figures can tell: what was not changed differs by as much."""
+        fits = self._costs["large"]["fits"][NONE]
+        return (
+            f"The fits of {self.size('large')} without a callback took {shown(min(fits))} to "
+            f"{shown(max(fits))}: smaller differences between whole fits say nothing."
+        )
