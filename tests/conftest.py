@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,11 +21,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen = [item for item in items if not item.get_closest_marker("campaign")]
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = chosen
-
-
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """For ``-n auto``: one more than there are cores, since many tests wait for something."""
-    return (os.cpu_count() or 1) + 1
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

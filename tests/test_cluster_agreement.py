@@ -107,7 +107,7 @@ report(stops=stops, nobody=nobody.stopped, weights=float(np.sum(model.get_weight
     ("workers", "who", "ways"),
     [
         (2, [1], "one way"),
-        (3, ["all"], "one way"),
+        pytest.param(3, ["all"], "one way", marks=pytest.mark.campaign),
         pytest.param(2, [], "both ways", marks=pytest.mark.campaign),
         pytest.param(3, [], "both ways", marks=pytest.mark.campaign),
     ],

@@ -97,7 +97,7 @@ MODELS = {
     "several steps": ("5,13,17w",),
     "own step": ("9,27w",),
 }
-MIRRORED = {"mirrored": ("14,30w",), "mirrored, distributed": ("25w",)}
+MIRRORED = {"mirrored": ("14,30w",)}
 GROUPS = {
     "arrays": ARRAYS,
     "datasets": DATASETS,
@@ -118,7 +118,7 @@ MORE_CASES = {
     "compiled": ("20", "27w"),
     "several steps": ("5,8", "7", "13w", "22,23"),
     **dict.fromkeys((*DATASETS, "generator", "python", "averages", "own step"), _HOOKS_31),
-    **dict.fromkeys(("random", *MIRRORED), _HOOKS_31),
+    **dict.fromkeys(("random", "mirrored", "mirrored, distributed"), _HOOKS_31),
 }
 
 

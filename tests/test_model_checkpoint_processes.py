@@ -192,7 +192,7 @@ print(json.dumps([train(f"{folder}/{number}.keras") for number in range(times)])
 """
 
 
-@pytest.mark.parametrize("times", [10, pytest.param(20, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("times", [5, pytest.param(20, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("background", [True, False])
 def test_ctrl_c_at_random_moments_loses_nothing_that_was_captured(tmp_path, background, times):
     pressed = json.loads(run_ok(FORKED + CTRL_C, tmp_path, times, 1, background, timeout=200))
