@@ -46,7 +46,8 @@ def print_table(
     from rich.text import Text
 
     look = {"box": box.SIMPLE_HEAD} if sys.stdout.isatty() else {"box": None, "padding": (0, 1)}
-    table = Table(title=title, title_justify="left", pad_edge=False, **look)
+    has_names = any(columns)
+    table = Table(title=title, title_justify="left", pad_edge=False, show_header=has_names, **look)
     for column in columns:
         name, right = column.removesuffix(">"), column.endswith(">")
         table.add_column(name, justify="right" if right else "left", overflow="fold")
