@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from keras_safe_ckpt.cli.screen import add_common_options
+from keras_safe_ckpt.cli.screen import add_common_options, new_command
 from keras_safe_ckpt.errors import SafeCheckpointError, UnsafePathError
 
 _EPILOG = """\
@@ -32,14 +32,14 @@ _ENDING = [signal.SIGTERM, signal.SIGKILL, signal.SIGHUP, signal.SIGQUIT, signal
 
 def add_parser(commands: Any) -> None:
     """Add the command to the parser of the program."""
-    parser = commands.add_parser(
+    parser = new_command(
+        commands,
         "demo",
         help="train on two workers, preempt one of them twice, and compare with a run in peace",
         description="Train a small network on two local workers, preempt one of them twice at "
         "random, let the launcher start them again, and compare the result with that of an "
         "undisturbed run. Ends with 1 if they differ.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--workers", type=int, default=2, metavar="N", help="how many (default: %(default)s)"

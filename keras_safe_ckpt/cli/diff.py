@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from keras_safe_ckpt.cli.screen import (
     add_common_options,
     console,
+    new_command,
     print_json,
     print_table,
     printable,
@@ -32,12 +33,11 @@ example:
 
 def add_parser(commands: Any) -> None:
     """Add the command to the parser of the program."""
-    parser = commands.add_parser(
+    parser = new_command(
+        commands,
         "diff",
         help="which arrays of two checkpoints differ, and by how much",
-        description="Which arrays of two checkpoints differ, and by how much.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("one", type=Path, metavar="A")
     parser.add_argument("other", type=Path, metavar="B")

@@ -11,6 +11,7 @@ from keras_safe_ckpt.cli.screen import (
     add_common_options,
     coloured,
     console,
+    new_command,
     print_json,
     print_table,
     shown_path,
@@ -30,13 +31,13 @@ example:
 
 def add_parser(commands: Any) -> None:
     """Add the command to the parser of the program."""
-    parser = commands.add_parser(
+    parser = new_command(
+        commands,
         "doctor",
         help="is this directory, and this environment, good for checkpoints",
         description="Does this file system lock, rename atomically and sync; how fast is it; is "
         "there room; which Keras, TensorFlow, platform and notices are there; what to change.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("directory", type=Path, metavar="DIR")
     add_common_options(parser)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from keras_safe_ckpt.cli.screen import add_common_options, print_json
+from keras_safe_ckpt.cli.screen import add_common_options, new_command, print_json
 from keras_safe_ckpt.cluster.launch_plan import RESTART_CODES, Outcome, Plan, describe_code
 
 _EPILOG = """\
@@ -24,12 +24,11 @@ example:
 
 def add_parser(commands: Any) -> None:
     """Add the command to the parser of the program."""
-    parser = commands.add_parser(
+    parser = new_command(
+        commands,
         "launch",
         help="run a script as several local workers, and restart them when they ask for it",
-        description="Run a script as several local workers, and restart them when they ask for it.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--workers", type=_at_least(1), required=True, metavar="N")
     parser.add_argument(

@@ -12,6 +12,7 @@ from keras_safe_ckpt.cli.screen import (
     add_common_options,
     coloured,
     console,
+    new_command,
     print_json,
     print_table,
     printable,
@@ -39,12 +40,12 @@ example:
 
 def add_parser(commands: Any) -> None:
     """Add the command to the parser of the program."""
-    parser = commands.add_parser(
+    parser = new_command(
+        commands,
         "ls",
         help="list the checkpoints of a directory",
         description="List the checkpoints of a directory, oldest first. Nothing is changed.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("directory", type=Path, metavar="DIR")
     parser.add_argument("-r", "--recursive", action="store_true", help="and of those below it")
@@ -61,6 +62,7 @@ def run_ls(options: argparse.Namespace) -> int:
     # Needs NumPy, which takes longer to import than all of the rest.
     from keras_safe_ckpt.cli.directories import checkpoints_below, existing_directory
     from keras_safe_ckpt.cli.looking import look_at_all
+    from keras_safe_ckpt.storage.events import saves_in
     from keras_safe_ckpt.storage.survey import Condition, find_checkpoints, oldest_first
 
     if options.newest is not None and options.newest < 1:
@@ -81,7 +83,7 @@ def run_ls(options: argparse.Namespace) -> int:
     rows: list[tuple[Surveyed, Mapping[str, Any]]] = []
     for directory, paths in places:
         listed = oldest_first(look_at_all(paths, verify=options.verify))
-        writers = _writers(directory)
+        writers = saves_in(directory)
         chosen = listed[-options.newest :] if options.newest else listed
         rows += [(one, writers.get(one.path.name, {})) for one in chosen]
     if options.json:
@@ -183,17 +185,3 @@ def _shown_condition(one: Surveyed) -> Any:
         return coloured("yes", "green")
     word, style = ("NO", "bold red") if one.condition.value == "damaged" else ("?", "yellow")
     return coloured(f"{word}: {one.reason}", style)
-
-
-def _writers(directory: Path) -> dict[str, Mapping[str, Any]]:
-    """Who saved what last, by the name of the file, as far as the log can be read."""
-    from keras_safe_ckpt.storage.events import EventLog
-
-    try:
-        return {
-            event["file"]: event
-            for event in EventLog(directory).read()
-            if event.get("event") == "save" and isinstance(event.get("file"), str)
-        }
-    except OSError:
-        return {}

@@ -10,6 +10,7 @@ from keras_safe_ckpt.cli.screen import (
     add_common_options,
     coloured,
     console,
+    new_command,
     print_json,
     print_table,
     shown_path,
@@ -27,12 +28,11 @@ here.
 
 def add_parser(commands: Any) -> None:
     """Add the command to the parser of the program."""
-    parser = commands.add_parser(
+    parser = new_command(
+        commands,
         "locks",
         help="who holds the locks of a directory, since when, and is it alive",
-        description="Who holds the locks of a directory, since when, and is it alive.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("directory", type=Path, metavar="DIR")
     add_common_options(parser)

@@ -9,6 +9,7 @@ from typing import Any
 from keras_safe_ckpt.cli.screen import (
     add_common_options,
     console,
+    new_command,
     print_json,
     shown_path,
     shown_size,
@@ -23,13 +24,13 @@ example:
 
 def add_parser(commands: Any) -> None:
     """Add the command to the parser of the program."""
-    parser = commands.add_parser(
+    parser = new_command(
+        commands,
         "merge",
         help="make one HDF5 file from those of all workers",
         description="Make one HDF5 file from those of all workers (merge_worker_files): all of "
         "it, or nothing is written.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "sources", nargs="+", type=Path, metavar="DIR|FILE", help="a directory, or the files"

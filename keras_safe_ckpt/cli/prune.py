@@ -14,6 +14,7 @@ from keras_safe_ckpt.cli.screen import (
     add_common_options,
     coloured,
     console,
+    new_command,
     print_json,
     print_table,
     printable,
@@ -47,12 +48,12 @@ _UNITS = {"m": "minutes", "h": "hours", "d": "days"}
 
 def add_parser(commands: Any) -> None:
     """Add the command to the parser of the program."""
-    parser = commands.add_parser(
+    parser = new_command(
+        commands,
         "prune",
         help="delete older checkpoints (a dry run unless --yes)",
         description="Delete older checkpoints. Without --yes nothing is deleted, only shown.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("directory", type=Path, metavar="DIR")
     parser.add_argument("--max-to-keep", type=int, metavar="N", help="keep the newest N")

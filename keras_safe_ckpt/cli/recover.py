@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from keras_safe_ckpt.cli.screen import add_common_options, print_json
+from keras_safe_ckpt.cli.screen import add_common_options, new_command, print_json
 from keras_safe_ckpt.errors import CheckpointNotFoundError
 
 if TYPE_CHECKING:
@@ -30,12 +30,11 @@ _TAKEN = "from keras_safe_ckpt import CentralH5Writer; CentralH5Writer({!r}).clo
 
 def add_parser(commands: Any) -> None:
     """Add the command to the parser of the program."""
-    parser = commands.add_parser(
+    parser = new_command(
+        commands,
         "recover",
         help="show and rescue what interrupted writers of HDF5 files have left",
-        description="Show and rescue what interrupted writers of HDF5 files have left.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("path", type=Path, help="a directory, or an unfinished file")
     parser.add_argument("--out", type=Path, metavar="FILE", help="copy the unfinished file to here")

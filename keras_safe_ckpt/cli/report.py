@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from keras_safe_ckpt.cli.screen import add_common_options, print_json
+from keras_safe_ckpt.cli.screen import add_common_options, new_command, print_json
 from keras_safe_ckpt.errors import UnsafePathError
 
 _DEFAULT_OUTPUT = Path("report.html")
@@ -26,12 +26,12 @@ example:
 
 def add_parser(commands: Any) -> None:
     """Add the command to the parser of the program."""
-    parser = commands.add_parser(
+    parser = new_command(
+        commands,
         "report",
         help="make a page about a run: goodput, timeline, saves, restarts",
         description="Make one HTML page about a run, from the events beside its checkpoints.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("directory", type=Path, metavar="DIR", help="where the checkpoints are")
     parser.add_argument(

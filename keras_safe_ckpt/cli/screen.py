@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import sys
+import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,21 @@ if TYPE_CHECKING:
 
 #: Where nobody looks at a screen no line is folded: `grep` and `awk` want whole ones.
 _PIPE_WIDTH = 10_000
+
+
+def new_command(
+    commands: Any, name: str, *, help: str, description: str | None = None, epilog: str = ""
+) -> argparse.ArgumentParser:
+    """A command of the program; without a ``description`` it is its line in the list."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=help,
+        # Examples keep their lines; the rest is folded as argparse would do it.
+        description=textwrap.fill(description or f"{help[0].upper()}{help[1:]}.", 78),
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    return parser
 
 
 def add_common_options(

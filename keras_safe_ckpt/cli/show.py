@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from keras_safe_ckpt.cli.screen import (
     add_common_options,
     console,
+    new_command,
     print_json,
     print_table,
     shown_metrics,
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 
 def add_parser(commands: Any) -> None:
     """Add the command to the parser of the program."""
-    parser = commands.add_parser(
+    parser = new_command(
+        commands,
         "show",
         help="show the manifest and the arrays of a checkpoint",
         description="Show what a checkpoint says about itself, and its arrays. The bytes of the "

@@ -10,6 +10,7 @@ from keras_safe_ckpt.cli.screen import (
     add_common_options,
     coloured,
     console,
+    new_command,
     print_json,
     print_table,
     shown_path,
@@ -33,12 +34,12 @@ example:
 
 def add_parser(commands: Any) -> None:
     """Add the command to the parser of the program."""
-    parser = commands.add_parser(
+    parser = new_command(
+        commands,
         "verify",
         help="compare every byte of checkpoints with their digests",
         description="Compare every byte of checkpoints with their digests. Nothing is changed.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("paths", type=Path, nargs="+", metavar="PATH")
     add_common_options(parser)

@@ -125,6 +125,18 @@ class EventLog:
             os.close(descriptor)
 
 
+def saves_in(directory: Path) -> dict[str, dict[str, Any]]:
+    """The last save of each file, by its name, as far as the log can be read."""
+    try:
+        return {
+            event["file"]: event
+            for event in EventLog(directory).read()
+            if event.get("event") == "save" and isinstance(event.get("file"), str)
+        }
+    except OSError:
+        return {}  # It is of use where it can be read, and needed nowhere.
+
+
 def position(manifest: Manifest, name: str) -> dict[str, Any]:
     """The facts that each event about a checkpoint has."""
     return {

@@ -23,7 +23,7 @@ from keras_safe_ckpt.storage.bundles.bundle import Bundle, part_of
 from keras_safe_ckpt.storage.bundles.files import INDEX, find_parts, is_data
 from keras_safe_ckpt.storage.bundles.index import read_index
 from keras_safe_ckpt.storage.bundles.state_file import read_state
-from keras_safe_ckpt.storage.events import EventLog
+from keras_safe_ckpt.storage.events import saves_in
 from keras_safe_ckpt.storage.foreign import is_plain_keras
 from keras_safe_ckpt.storage.formats import FORMATS, format_of
 from keras_safe_ckpt.storage.manifest import Manifest
@@ -77,7 +77,7 @@ def find_checkpoints(directory: Path) -> list[Path]:
                 continue
             if entry.is_file(follow_symlinks=False):
                 (found if name.endswith(_ALWAYS) else doubtful).append(directory / name)
-    saved = _saved_here(directory) if doubtful else set()
+    saved = saves_in(directory) if doubtful else {}
     found += [path for path in doubtful if path.name in saved or _may_be_ours(path)]
     return sorted([*found, *_find_bundles(directory)])
 
@@ -150,17 +150,6 @@ def oldest_first(found: Sequence[Surveyed]) -> list[Surveyed]:
 def size_of(path: Path) -> int:
     """How many bytes there are to read."""
     return _measured(_files_of(path) if is_bundle(path) else [path])[0]
-
-
-def _saved_here(directory: Path) -> set[str]:
-    try:
-        return {
-            event["file"]
-            for event in EventLog(directory).read()
-            if event.get("event") == "save" and isinstance(event.get("file"), str)
-        }
-    except OSError:
-        return set()  # The log is of use where it can be read.
 
 
 def _may_be_ours(path: Path) -> bool:
