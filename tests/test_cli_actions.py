@@ -7,10 +7,12 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from bundle_files import names_in, write_value
-from command_line import cli, cli_json, cli_ok, one_line_of
+from command_line import cli, cli_json, cli_ok, one_line_of, variables
 from processes import ending, start, wait_until
 from record_files import flip, records_of, write_plain
 from snapshots import make_snapshot
@@ -359,20 +361,71 @@ def test_doctor_of_a_read_only_place(small_disk):
     assert "make the directory writable" in shown
 
 
-def test_doctor_notices_locks_that_lock_nobody_out(tmp_path):
-    """By a library in between that grants every lock, as some file systems do."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import fcntl\nfcntl.flock = lambda *arguments: None\n"
-    )
-    (tmp_path / "run").mkdir()
-    from command_line import variables
+def fill(folder: Path, but: int = 0) -> None:
+    """Leave no room on its disk but so many bytes."""
+    with suppress(OSError), open(folder / "filler", "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    assert os.statvfs(folder).f_bavail == 0
+    os.truncate(folder / "filler", os.path.getsize(folder / "filler") - but)
 
+
+def test_doctor_of_a_full_disk(small_disk):
+    folder = small_disk("size=2m")
+    fill(folder)
+    before = sorted(os.listdir(folder))
+    found = cli_json("doctor", folder, code=1)
+    assert sorted(os.listdir(folder)) == before
+    findings = {one["subject"]: one for one in found["findings"]}
+    assert findings["write and sync"]["verdict"] == "bad"
+    assert "No space left" in findings["write and sync"]["detail"]
+    assert "make room" in findings["write and sync"]["advice"]
+    assert findings["room"]["verdict"] != "good"
+
+
+def test_doctor_of_a_disk_with_room_for_small_files_only(small_disk):
+    """Enough for what is tried, too little to measure how fast it is."""
+    folder = small_disk("size=2m")
+    fill(folder, but=4096 * 12)
+    (line,) = [one for one in cli_ok("doctor", folder).splitlines() if "small durable" in one]
+    assert "/s;" not in line
+    assert "no room" in line
+
+
+def doctor_with(tmp_path: Path, change: str) -> str:
+    """What it says of locks, if ``change`` is run by each Python process before anything else."""
+    (tmp_path / "sitecustomize.py").write_text(change)
+    (tmp_path / "run").mkdir()
     env = variables()
     env["PYTHONPATH"] = os.pathsep.join((str(tmp_path), env["PYTHONPATH"]))
     shown = cli_ok("doctor", tmp_path / "run", code=1, env=env)
     (line,) = [line for line in shown.splitlines() if line.startswith("locks")]
     assert "BAD" in line
     assert "locks=RedisLocks(...)" in shown
+    return shown
+
+
+def test_doctor_notices_locks_that_lock_nobody_out(tmp_path):
+    """By a library in between that grants every lock, as some file systems do."""
+    doctor_with(tmp_path, "import fcntl\nfcntl.flock = lambda *arguments: None\n")
+
+
+def test_doctor_does_not_wait_for_a_lock_that_hangs(tmp_path):
+    """As over a network whose server is gone: the process that tries it does not come back."""
+    shown = doctor_with(
+        tmp_path,
+        """
+import subprocess, sys
+run = subprocess.run
+def hanging(command, **options):
+    if command[0] == sys.executable:
+        command = [sys.executable, "-S", "-E", "-c", "import signal; signal.pause()"]
+        options["timeout"] = min(1, options["timeout"])
+    return run(command, **options)
+subprocess.run = hanging
+""",
+    )
+    assert "another process that tries it hangs" in shown
 
 
 def test_the_file_system_is_the_innermost_one(tmp_path):

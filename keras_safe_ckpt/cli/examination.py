@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import sys
@@ -111,12 +112,16 @@ def _abilities(directory: Path) -> Iterator[Finding]:
             "write and sync",
             "bad",
             str(error),
-            "make the directory writable for this user, and check the disk",
+            "make room on it"
+            if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+            else "make the directory writable for this user, and check the disk",
         )
         return
     if not speed.bytes_per_second:
         small = shown_seconds(speed.small_file_seconds)
-        yield Finding("write and sync", "note", f"a small durable file takes {small}; no room")
+        yield Finding(
+            "write and sync", "note", f"a small durable file takes {small}; no room to measure more"
+        )
         return
     slow = speed.bytes_per_second < _SLOW_BYTES_PER_SECOND
     yield Finding(

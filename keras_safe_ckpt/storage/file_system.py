@@ -87,7 +87,7 @@ def why_locks_fail(folder: Path) -> str | None:
                 [sys.executable, "-S", "-E", "-c", _TRY_LOCK, folder / ".probe.lock"],
                 check=False,
                 capture_output=True,
-                timeout=60,
+                timeout=60,  # A network's file system may never answer.
             ).returncode
             held.ensure_held()
     except SafeCheckpointError as error:
@@ -146,7 +146,7 @@ def why_no_links(folder: Path) -> str | None:
 
 @dataclass(frozen=True)
 class Speed:
-    """Of a durable small file, and of a large one while it is written and synced (0: no room)."""
+    """Of a small durable file, and of a large one while it is written and synced (0: no room)."""
 
     small_file_seconds: float
     bytes_per_second: float
@@ -163,7 +163,9 @@ def measure_speed(folder: Path) -> Speed:
     status = os.statvfs(folder)
     # What little room there is belongs to whoever trains here.
     most = min(_MOST_WRITE_BYTES, status.f_bavail * status.f_frsize // 4)
-    block = os.urandom(min(_BLOCK_BYTES, most))  # One that compresses must not look fast.
+    if most < _BLOCK_BYTES:
+        return Speed(statistics.median(took), 0.0)  # So little tells nothing of more.
+    block = os.urandom(_BLOCK_BYTES)  # One that compresses must not look fast.
     began = time.perf_counter()
     with StagedFile(folder / "large") as staged:
         while staged.size < most and time.perf_counter() - began < _WRITE_SECONDS:
