@@ -1,7 +1,8 @@
 """One of several workers that train together, interrupted as its plan says.
 
 ``preempted_worker.py FOLDER PLAN [OPTIONS]``: in the plan ``1:5`` is SIGTERM to worker 1 at its
-fifth hook (counted through all lives), ``1:5k`` is kill -9; each happens once.
+fifth hook (counted through all lives), ``1:5k`` is kill -9; each happens once. A process that has
+SIGTERM gets no second one, which would end it at once: the next life gets it.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ def to_come() -> list[str]:
 
 class Hit(keras.callbacks.Callback):
     seen = 0
+    was_told = False
 
     def get_state(self) -> int:
         return self.seen
@@ -74,10 +76,14 @@ class Hit(keras.callbacks.Callback):
         self.seen += 1
         for part in to_come():
             worker, _, hook = part.partition(":")
-            if int(worker) == TASK and self.seen >= int(hook.rstrip("k")):
+            kills = hook.endswith("k")
+            if int(worker) != TASK or self.seen < int(hook.rstrip("k")):
+                continue
+            if kills or not self.was_told:
+                self.was_told = True
                 with open(happened(part), "w"):
                     pass
-                os.kill(os.getpid(), signal.SIGKILL if hook.endswith("k") else signal.SIGTERM)
+                os.kill(os.getpid(), signal.SIGKILL if kills else signal.SIGTERM)
                 return
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:

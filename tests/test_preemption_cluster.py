@@ -199,7 +199,6 @@ def test_a_directory_that_is_not_shared_is_refused(tmp_path):
 @pytest.mark.parametrize("seed", range(3))
 def test_a_storm_of_ten_notices(tmp_path, undisturbed, seed, record_property):
     rng = random.Random(seed)
-    # Apart: a second signal to a process that has not ended yet ends it at once.
     hooks = [hook + rng.randint(0, 1) for hook in range(1, HOOKS - 2, 3)]
     plan = ",".join(f"{rng.randint(0, 1)}:{hook}" for hook in hooks)
     done = launch(tmp_path, plan, restarts=20, seconds=850, launcher=LAUNCHER)
