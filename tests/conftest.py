@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from processes import require_root
 
+from keras_safe_ckpt.storage import temp_names
+
 # The contract of the locks is not a test module: without this its assertions say nothing.
-pytest.register_assert_rewrite("lock_contract")
+pytest.register_assert_rewrite("lock_contract", "lock_schedules")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -69,3 +73,13 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     yield mount
     for folder in mounted:
         subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where disks are made again after a power cut; the machine has been started anew since."""
+    monkeypatch.setattr(temp_names, "_boot_id", lambda: "0badb007")
+    memory = Path("/dev/shm")
+    folder = tempfile.mkdtemp(prefix="power", dir=memory if memory.is_dir() else None)
+    yield Path(folder)
+    shutil.rmtree(folder)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import json
 import os
 import random
@@ -19,6 +20,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ import numpy as np
 #: More than any environment needs.
 LARGEST_MESSAGE = 1 << 17
 _PR_SET_PDEATHSIG = 1
+_TENSORFLOW = ("keras", "tensorflow")
 
 
 def die_with_parent() -> None:
@@ -48,7 +51,10 @@ def fork_on_request(asking: socket.socket) -> dict[str, Any] | None:
                 with contextlib.suppress(BrokenPipeError):  # Who asked may be gone by now.
                     asking.send(json.dumps({"ended": pid, "code": code}).encode())
                 continue
-            message, outputs, _, _ = socket.recv_fds(asking, LARGEST_MESSAGE, 2)
+            try:
+                message, outputs, _, _ = socket.recv_fds(asking, LARGEST_MESSAGE, 3)
+            except ConnectionResetError:  # Gone, without having heard of every end.
+                return None
             if not message:
                 return None
             pid = os.fork()
@@ -87,11 +93,10 @@ def begin(wanted: dict[str, Any]) -> None:
     runpy.run_path(script, run_name="__main__")
 
 
-def serve(asking: socket.socket) -> bool:
-    """Imports TensorFlow, then forks until nobody asks any more; in a child, true at its end."""
-    import keras  # noqa: F401
-    import tensorflow  # noqa: F401
-
+def serve(asking: socket.socket, modules: Sequence[str] = _TENSORFLOW) -> bool:
+    """Imports them, then forks until nobody asks any more; in a child, true at its end."""
+    for module in modules:
+        importlib.import_module(module)
     gc.freeze()  # What is not touched is not copied either.
     wanted = fork_on_request(asking)
     if wanted is not None:
@@ -100,12 +105,12 @@ def serve(asking: socket.socket) -> bool:
 
 
 class Forking:
-    """The process that forks, from the side of a test."""
+    """The process that forks, from the side of a test; it has imported ``modules``."""
 
-    def __init__(self, environment: dict[str, str]) -> None:
+    def __init__(self, environment: dict[str, str], modules: Sequence[str] = _TENSORFLOW) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         number = theirs.fileno()
-        command = [sys.executable, __file__, str(number)]
+        command = [sys.executable, __file__, str(number), *modules]
         folder = Path(__file__).parent.parent
         self._process = subprocess.Popen(command, env=environment, cwd=folder, pass_fds=[number])
         theirs.close()
@@ -183,7 +188,7 @@ class Forked:
 def main() -> int:
     die_with_parent()
     with socket.socket(fileno=int(sys.argv[1])) as asking:
-        if serve(asking):
+        if serve(asking, sys.argv[2:]):
             return 0
     os._exit(0)  # Nothing of ours is to be tidied up.
 

@@ -3,6 +3,9 @@
 ``preempted_worker.py FOLDER PLAN [OPTIONS]``: in the plan ``1:5`` is SIGTERM to worker 1 at its
 fifth hook (counted through all lives), ``1:5k`` is kill -9; each happens once. A process that has
 SIGTERM gets no second one, which would end it at once: the next life gets it.
+
+With the option ``storm`` it is interrupted from outside: it says in the files ``pid-1`` and
+``hooks-1`` who and where it is, and gets no further than the number in the file ``allowed``.
 """
 
 from __future__ import annotations
@@ -22,8 +25,21 @@ PAUSE = OPTIONS.pop("pause", 0.0)
 SLOW = OPTIONS.pop("slow", None)
 #: How long a worker waits for a file of the chief's to appear in the directory.
 SHARED = OPTIONS.pop("shared", None)
+STORM = OPTIONS.pop("storm", False)
+EPOCHS = OPTIONS.pop("epochs", 4)
 TASK = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
 os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+
+
+def say(name: str, value: int) -> None:
+    """To whoever interrupts from outside."""
+    with open(f"{FOLDER}/.{name}-{TASK}", "w") as file:
+        file.write(str(value))
+    os.replace(f"{FOLDER}/.{name}-{TASK}", f"{FOLDER}/{name}-{TASK}")
+
+
+if STORM:
+    say("pid", os.getpid())
 
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
@@ -43,14 +59,16 @@ keras.utils.set_random_seed(7)
 
 rng = np.random.default_rng(0)
 X, Y = rng.normal(size=(48, 4)).astype("f4"), rng.normal(size=(48, 1)).astype("f4")
-EPOCHS = 4
-
-
 FACTS: dict[str, Any] = {}
 
 
 def exact(variables: Any) -> list[str]:
     return [np.asarray(variable.numpy()).tobytes().hex() for variable in variables]
+
+
+def is_allowed(hook: int) -> bool:
+    with open(f"{FOLDER}/allowed") as file:
+        return hook <= int(file.read())
 
 
 def happened(part: str) -> str:
@@ -74,6 +92,10 @@ class Hit(keras.callbacks.Callback):
 
     def _hook(self) -> None:
         self.seen += 1
+        if STORM:
+            say("hooks", self.seen)
+            while not is_allowed(self.seen):
+                time.sleep(0.01)
         for part in to_come():
             worker, _, hook = part.partition(":")
             kills = hook.endswith("k")

@@ -56,6 +56,7 @@ def benchmarks(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
 
 
+@pytest.mark.campaign
 def test_one_run_measures_all_that_are_installed_and_the_tables_are_made_of_it(tmp_path):
     """Really measured, with a tiny model; Orbax is not there."""
     chosen = ["SafeModelCheckpoint", "ModelCheckpoint", "PreemptionGuard", "OrbaxCheckpoint"]

@@ -6,12 +6,17 @@ import os
 import random
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from bundle_files import PUBLISHING, copy_bundle, leftovers, names_in, value_of, write_value
+from crash_scenes import prepare_bundles
+from failing import check_faults, enumerate_faults, of_what_changes_the_disk
 from keras_setup import tf
-from processes import kill, run, run_ok, start, strace, wait_until
+from killing import Kills, Operation, killed_at_each
+from processes import kill, run_ok, start, wait_until
+from warm import warm_process
 
 from keras_safe_ckpt.errors import (
     CheckpointWriteError,
@@ -589,76 +594,86 @@ SCENES = {
         "publish(FOLDER, MADE + '/3', keep=Keep(1))",
     ),
 }
-CALLS = (
-    *("rename", "link", "unlink", "unlinkat", "fsync", "mkdir", "rmdir", "utimensat"),
-    *("write", "pwrite64", "ftruncate", "flock"),
-)
+HEADER = PUBLISHING + "FOLDER, MADE = sys.argv[1:3]\n"
 
 
-def killed_at(scene: str, call: str, when: int, folder: Path, made: Path) -> bool:
-    """Kill a process at its n-th such call; whether it came so far. Then look, and save again."""
-    before, doing = SCENES[scene]
-    header = PUBLISHING + "FOLDER, MADE = sys.argv[1:3]\n"
+def prepare_scene(scene: str, folder: Path, made: Path) -> None:
+    before = SCENES[scene][0]
     if before:
-        run_ok(header + before, folder, made)
-    else:
-        folder.mkdir()
-    done = run(header + doing, folder, made, prefix=strace(f"{call}:signal=KILL:when={when}"))
-    if done.returncode == 0:
-        return False
-    assert "Error" not in done.stderr, done.stderr
+        done = warm_process().run(before, folder, made, setup=HEADER)
+        assert done.code == 0, done.err
+
+
+def check_scene(scene: str, folder: Path, made: Path) -> None:
+    """Old or new, for TensorFlow as well; the next ones put everything right."""
     place = BundleDirectory(folder)
     with reading(place):
         whole = [value_of(bundle.prefix) for bundle in place.whole(CKPT)]
     old = {"first": [], "pruning": [2.0, 1.0]}.get(scene, [1.0])
     if old:
-        assert whole, f"nothing is left after {call} {when}"
-        assert whole[0] in (old[0], 3.0), (call, when, whole)
+        assert whole, "nothing is left"
+        assert whole[0] in (old[0], 3.0), whole
         # Now that one of ours has looked, TensorFlow finds it, too.
         assert value_of(tf.train.latest_checkpoint(str(folder))) in (*old, 3.0)
     # The next one puts everything right.
     keep = Keep(1) if scene == "only one stays" else Keep(2)
     publish(folder, made, 4, keep=keep)
-    assert leftovers(folder) == [], (call, when)
+    assert leftovers(folder) == []
     publish(folder, made, 5, keep=keep)
     assert newest(folder) == 5
-    assert len(names_in(folder)) == keep.most, (call, when, names_in(folder))
+    assert len(names_in(folder)) == keep.most, names_in(folder)
     assert list(read_state(folder).listed) == [
         bundle.name for bundle in BundleDirectory(folder).ordered(CKPT)
     ]
     assert tf.train.latest_checkpoint(str(folder)) == str(folder / names_in(folder)[-1])
-    return True
 
 
-def kill_at_all(scene: str, calls: list[tuple[str, int]], tmp_path: Path, made: Path) -> int:
-    tried = 0
-    ended: set[str] = set()
-    for call, when in calls:
-        if call in ended:
-            continue
-        if killed_at(scene, call, when, tmp_path / f"{call}-{when}", made):
-            tried += 1
-        else:
-            ended.add(call)
-    return tried
+def kill_scene(
+    scene: str, calls: list[tuple[str, int]] | None, tmp_path: Path, made: Path
+) -> Kills:
+    return killed_at_each(
+        Operation(SCENES[scene][1], HEADER, (made,)),
+        calls,
+        tmp_path,
+        lambda folder: check_scene(scene, folder, made),
+        lambda folder: prepare_scene(scene, folder, made),
+    )
 
 
 @pytest.mark.parametrize("scene", SCENES)
 def test_killed_at_some_system_calls(tmp_path, made, scene):
-    sample = [("rename", 2), ("rename", 3), ("unlink", 1), ("fsync", 7), ("rmdir", 1)]
+    sample = [("rename", 2), ("rename", 3), ("unlink", 1), ("fsync", 5), ("rmdir", 1)]
+    if scene == "first":
+        sample.remove(("unlink", 1))  # Nothing to be removed.
     if scene == "replacing":
         sample = [("link", 2), ("unlink", 1), ("unlink", 2), ("rename", 1), ("rename", 2)]
-    assert kill_at_all(scene, sample, tmp_path, made) >= 3
+    assert kill_scene(scene, sample, tmp_path, made).tried == len(sample)
 
 
 @pytest.mark.campaign
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("scene", SCENES)
 def test_killed_at_every_system_call(tmp_path, made, scene, record_property):
-    calls = [(call, when) for call in CALLS for when in range(1, 60)]
-    tried = kill_at_all(scene, calls, tmp_path, made)
-    assert tried >= 12
-    record_property("campaign", f"bundles, {scene}: killed at {tried} system calls, all put right")
+    kills = kill_scene(scene, None, tmp_path, made)
+    record_property("campaign", f"bundles, {scene}: {kills}, all put right")
+
+
+def prepare_faults(made: Path) -> Callable[[Path], None]:
+    return lambda folder: prepare_bundles(made, folder)
+
+
+def test_each_call_that_changes_the_disk_fails(tmp_path, made):
+    prepare = prepare_faults(made)
+    faults = of_what_changes_the_disk(enumerate_faults("bundles", tmp_path, prepare))
+    assert check_faults("bundles", faults[::4], tmp_path, prepare).failed > 0
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(1200)
+def test_every_call_fails_in_every_way(tmp_path, made, record_property):
+    prepare = prepare_faults(made)
+    faults = enumerate_faults("bundles", tmp_path, prepare)
+    record_property("campaign", f"bundles: {check_faults('bundles', faults, tmp_path, prepare)}")
 
 
 def test_killed_at_random_while_others_save_and_read(tmp_path, made):

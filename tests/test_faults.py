@@ -217,8 +217,10 @@ def flips(size: int, step: int) -> list[tuple[int, int]]:
     return [(offset, 1 << (offset % 8)) for offset in range(0, size, step)]
 
 
-def bits_around_the_members(archive_bytes: bytes) -> Iterator[tuple[int, int]]:
-    """Every bit of a zip archive that is not data of a member: headers and directory."""
+def bits_around_the_members(
+    archive_bytes: bytes, bits: range = range(8)
+) -> Iterator[tuple[int, int]]:
+    """In each byte of a zip archive that is not data of a member: headers and directory."""
     import io
     import zipfile
 
@@ -233,7 +235,7 @@ def bits_around_the_members(archive_bytes: bytes) -> Iterator[tuple[int, int]]:
             data.update(range(start, start + info.file_size))
     for offset in range(len(archive_bytes)):
         if offset not in data:
-            yield from ((offset, 1 << bit) for bit in range(8))
+            yield from ((offset, 1 << bit) for bit in bits)
 
 
 def check_flips(
@@ -282,9 +284,18 @@ def test_flipped_bits_are_found_or_harmless(tmp_path, format):
     assert found > 10 * harmless
 
 
-def test_every_bit_of_the_headers_of_an_archive_is_found_or_harmless(tmp_path):
-    found, harmless = check_flips(tmp_path, "keras", bits_around_the_members)
+def test_a_bit_of_each_byte_of_the_headers_of_an_archive_is_found_or_harmless(tmp_path):
+    found, harmless = check_flips(
+        tmp_path, "keras", lambda data: bits_around_the_members(data, range(5, 6))
+    )
     assert found > harmless > 0  # Dates and the like are nobody's business.
+
+
+@pytest.mark.campaign
+def test_every_bit_of_the_headers_of_an_archive_is_found_or_harmless(tmp_path, record_property):
+    found, harmless = check_flips(tmp_path, "keras", bits_around_the_members)
+    record_property("campaign", f"headers of an archive: {found} flips found, {harmless} harmless")
+    assert found > harmless > 0
 
 
 @pytest.mark.campaign

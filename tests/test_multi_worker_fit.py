@@ -117,6 +117,7 @@ def test_two_workers_end_as_one_process(tmp_path, names):
         assert "BatchNormalization(synchronized=True)" in fact["said"][0]
 
 
+@pytest.mark.campaign
 def test_three_workers_end_as_one_process(tmp_path):
     names = ["synchronized", "four steps"]
     facts = launch_ok(tmp_path, EQUALITY, json.dumps(names), workers=3)

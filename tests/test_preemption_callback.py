@@ -792,7 +792,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_the_model_left_alone():
     assert history.epoch == [0, 1, 2]
 
 
-def test_a_finished_run_is_not_continued(undisturbed):
+def test_a_finished_run_is_not_continued_by_a_second_fit(undisturbed):
     build().fit(epochs=3, callbacks=[callback(delete_checkpoint=False)], **DATA)
     assert len(run_files()) == 2
     with pytest.raises(IncompatibleCheckpointError, match="is finished, after 3 epochs"):
@@ -803,6 +803,23 @@ def test_a_finished_run_is_not_continued(undisturbed):
     assert manifest.epoch == 3
     with pytest.warns(UserWarning, match="starts afresh"):
         build().fit(epochs=1, callbacks=[callback(restore="if_possible")], **DATA)
+
+
+def test_a_program_that_was_killed_after_fit_goes_on_behind_it(undisturbed, monkeypatch):
+    log: list[Any] = []
+    build().fit(epochs=3, callbacks=[callback(delete_checkpoint=False)], **DATA)
+    monkeypatch.setattr(run_facts, "_finished_here", set())  # As in another process.
+    model = build()
+    again = [Told(log), callback(delete_checkpoint=False)]
+    history = model.fit(epochs=3, callbacks=again, **DATA)
+    assert log == []
+    assert (weights(model), history.history) == undisturbed
+    with pytest.raises(IncompatibleCheckpointError, match="is finished, after 3 epochs"):
+        build().fit(epochs=3, callbacks=[callback()], **DATA)
+    monkeypatch.setattr(run_facts, "_finished_here", set())
+    history = build().fit(epochs=4, callbacks=[Told(log), callback()], **DATA)
+    assert history.epoch == [0, 1, 2, 3]
+    assert log == [0, 1, 2, 3, 4, "end of 3"], "more epochs are trained"
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_all_damaged_ones_are_named(undisturbed):

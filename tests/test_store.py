@@ -239,6 +239,48 @@ def test_lost_lock_prevents_the_commit(store):
     assert stored_seed(store) == 1
 
 
+class NoLocks(LockManager):
+    """What a holder has that lost its lock and does not know."""
+
+    @contextlib.contextmanager
+    def exclusive(self, path, timeout=None):
+        yield SimpleNamespace(path=os.fspath(path), ensure_held=lambda: None)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_what_somebody_put_in_place_without_the_lock_is_judged_as_well(store, in_place):
+    """After the decision: by one that was paused right before its rename, say."""
+    name = f"best{store.format.suffix}"
+    stale = CheckpointStore(store.directory, format=store.format, locks=NoLocks())
+    if in_place:
+        store.publish(make_snapshot(1), step=1, name=name, metrics={"loss": 0.9}, veto=only_better)
+    resumed = []
+
+    def decide(incumbent, new):
+        reason = only_better(incumbent, new)
+        if not resumed:
+            resumed.append(incumbent)
+            stale.publish(make_snapshot(2), step=2, name=name, metrics={"loss": 0.1})
+        return reason
+
+    late = make_snapshot(3)
+    assert store.publish(late, step=3, name=name, metrics={"loss": 0.5}, veto=decide) is None
+    assert stored_seed(store) == 2
+
+
+def test_lock_that_is_lost_while_the_former_is_set_aside_prevents_the_commit(store):
+    name = f"model{store.format.suffix}"
+    store.publish(make_snapshot(1), step=1, name=name)
+
+    def slow(incumbent, new):
+        (store.directory / f".{LOCK_NAME}.lock").unlink()
+        return True
+
+    with pytest.raises(LockLostError):
+        store.publish(make_snapshot(2), step=2, name=name, set_aside=slow)
+    assert stored_seed(store, store.directory / name) == 1
+
+
 def test_store_refuses_a_directory_where_locks_do_not_work(tmp_path):
     class NoLocks(LockManager):
         def check(self, directory):

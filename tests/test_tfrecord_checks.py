@@ -573,7 +573,14 @@ def check_split(folder: Path) -> None:
 
 def test_a_split_killed_at_some_system_calls(tmp_path):
     calls = [("rename", 2), ("rename", 5), ("fsync", 4)]
-    assert killed_at_each(SPLIT, calls, tmp_path, check_split, prepare_split) == len(calls)
+    assert killed_at_each(SPLIT, calls, tmp_path, check_split, prepare_split).tried == len(calls)
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(900)
+def test_a_split_killed_at_every_system_call(tmp_path, record_property):
+    kills = killed_at_each(SPLIT, None, tmp_path, check_split, prepare_split)
+    record_property("campaign", f"split: {kills}, each shard whole or not there")
 
 
 def test_a_file_is_not_appended_to_while_it_is_verified(tmp_path):

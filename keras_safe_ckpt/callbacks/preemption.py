@@ -40,8 +40,9 @@ class PreemptionAwareCallback(_Callback):  # type: ignore[misc]
         save_freq: a backup after each ``"epoch"``, after so many batches, or (None) never.
         save_every_seconds: a backup after so many seconds as well.
         max_to_keep: how many checkpoints stay.
-        delete_checkpoint: delete them when training is finished. Otherwise the last one is marked
-            as finished, and no run goes on from it.
+        delete_checkpoint: delete them when training is finished: a program that is killed between
+            that and its own end trains anew. Otherwise it finds the end of training, and `fit`
+            returns at once, with the history of all of it; or trains on, if ``epochs`` are more.
         restore: True goes on from the newest whole checkpoint, and raises if there are some and
             none fits; ``"if_possible"`` starts afresh then; False always does.
         notices: ``"auto"`` watches for SIGTERM, SLURM's signals in a job of SLURM, and what

@@ -18,7 +18,7 @@ from keras_safe_ckpt.callbacks.resuming import Resuming
 from keras_safe_ckpt.callbacks.run_backups import RunBackups
 from keras_safe_ckpt.callbacks.run_directory import RunDirectory
 from keras_safe_ckpt.callbacks.run_end import RunEnd
-from keras_safe_ckpt.callbacks.run_facts import facts_of, what_cannot_hold
+from keras_safe_ckpt.callbacks.run_facts import facts_of, finished_here, what_cannot_hold
 from keras_safe_ckpt.callbacks.run_report import RunReport
 from keras_safe_ckpt.callbacks.run_saver import RunSaver
 from keras_safe_ckpt.callbacks.scalars import scalars_for
@@ -114,6 +114,7 @@ class PreemptionRun:
             for other in getattr(self._fit.callback_list, "callbacks", [])
             if not getattr(other, "belongs_to_preemption", False)
         ]
+        self._life = place.life
         facts = facts_of(self._model, self._params, self._fit, self._role, place.life)
         self._history = getattr(self._model, "history", None) or import_keras().callbacks.History()
         self._state = RunState(self._model, others, self._history, facts)
@@ -336,6 +337,7 @@ class PreemptionRun:
             self._saver.save(
                 self._capture(), reason="finished", background=False, facts={"finished": True}
             )
+            finished_here(self._life)
 
     # Stopping.
 

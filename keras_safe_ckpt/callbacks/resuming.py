@@ -64,6 +64,7 @@ class Resuming:
         self._facts = facts
         self._reached = reached
         self._say = say
+        self._missing: list[str] = []
         self._restoring: Restoring | None = None
         self._loaded: Snapshot | None = None
         self.position = Position()
@@ -184,12 +185,17 @@ class Resuming:
         if self._cohort is None:
             return self._backups.newest()
         if self._role.chief:
-            found = self._backups.newest()
-            name = None if found is None else found.path.name
-            self._cohort.put("preemption/resume", [name, self._reached])
+            found, name = self._backups.newest(self._role.world), None
+            if found is not None:
+                name = found.path.name
+                parts = self._backups.missing_parts(found, self._role.world)
+                # One that is alone saves as if it were the chief, whose values are not there then.
+                said = list(found.document.get("missing") or ()) if parts else []
+                self._missing = said or [self._role.members[number] for number in parts]
+            self._cohort.put("preemption/resume", [name, self._reached, self._missing])
             return found
         word = self._cohort.await_word("preemption/resume", _CHOICE_SECONDS)
-        name, self._reached = (None, None) if word is None else word
+        name, self._reached, self._missing = (None, None, []) if word is None else word
         return None if name is None else self._backups.named(name)
 
     # Going there.
@@ -285,7 +291,7 @@ class Resuming:
             epoch=self.position.epoch,
             batch=self.position.batch,
             reason=document.get("reason"),
-            degraded=document.get("missing"),
+            degraded=self._missing,
             dropped=dropped,
             repeated=repeated,
             seconds=seconds,
@@ -293,7 +299,7 @@ class Resuming:
         lost = "what came after it is repeated"
         if repeated is not None:
             lost = "1 batch is repeated" if repeated == 1 else f"{repeated} batches are repeated"
-        degraded = f", degraded: without {document['missing']}" if document.get("missing") else ""
+        degraded = f", degraded: without {', '.join(self._missing)}" if self._missing else ""
         self._say(
             f"Resumed at {self.position} from {backup.path.name} ({document.get('reason')}"
             f"{degraded}); {lost} ({seconds:.2f} s)"

@@ -63,15 +63,29 @@ def what_cannot_hold(model: Any, fit: FitAround) -> list[str]:
     return [reason for reason in reasons if reason is not None]
 
 
+#: The lives in which a `fit` of this process has come to its end.
+_finished_here: set[str] = set()
+
+
+def finished_here(life: str) -> None:
+    """Remember that a `fit` of this process was this life, and has come to its end."""
+    _finished_here.add(life)
+
+
 def refuse_finished(backup: Backup) -> None:
-    """Raise for the last checkpoint of a run that has come to its end."""
-    if backup.document.get("finished"):
+    """Raise for the last checkpoint of a run that this process has brought to its end.
+
+    To another `fit` it would say that there is nothing to do. In a process that was started again
+    there is none, indeed: the one before was interrupted between `fit` and its own end.
+    """
+    if backup.document.get("finished") and backup.document.get("life") in _finished_here:
         raise IncompatibleCheckpointError(
             backup.path,
             [
-                f"the run that it belongs to is finished, after {backup.manifest.epoch} epochs; "
-                "delete it or use another directory to train anew (or restore='if_possible'), or "
-                "load the finished model by CheckpointStore(directory).load(model)"
+                f"the run that it belongs to is finished, after {backup.manifest.epoch} epochs, by "
+                "this program; delete it or use another directory to train anew (or "
+                "restore='if_possible'), or load the finished model by "
+                "CheckpointStore(directory).load(model)"
             ],
         )
 

@@ -27,8 +27,8 @@ _PART_SECONDS = 60.0
 class RunSaver:
     """Writes what was captured; every worker calls it for the same captures in the same order.
 
-    A part that does not come is named in the checkpoint as missing: it is "degraded", and can be
-    loaded nevertheless, with the chief's values for that worker.
+    A part that does not come is named in the checkpoint as missing: it is "degraded". A run goes on
+    from it, with the chief's values for that worker, only if there is none of all workers.
     """
 
     def __init__(
@@ -73,11 +73,7 @@ class RunSaver:
 
     def is_committed(self) -> bool:
         """Whether the chief's file of the last save is there."""
-        newest = self._backups.newest()
-        if newest is None:
-            return False
-        newest.close()
-        return newest.document.get("save") == self._name
+        return self._backups.holds(self._name)
 
     def poll(self) -> None:
         """Raise what went wrong in the background."""

@@ -10,12 +10,13 @@ from pathlib import Path
 from keras_safe_ckpt.datasets.record_count import Content, is_append, note, note_at_last, noted
 from keras_safe_ckpt.datasets.record_format import Encoder
 from keras_safe_ckpt.datasets.scanning import ensure_compression, scan
-from keras_safe_ckpt.errors import CheckpointWriteError, CorruptCheckpointError
+from keras_safe_ckpt.errors import CorruptCheckpointError
 from keras_safe_ckpt.storage.atomic import sync_file
 from keras_safe_ckpt.storage.block_writer import write_all
 from keras_safe_ckpt.storage.checksum import checksum_of, extended
 from keras_safe_ckpt.storage.lock_backend import HeldLock, Locks
-from keras_safe_ckpt.storage.paths import refuse_unsafe_target, sync_directory
+from keras_safe_ckpt.storage.paths import let_go, refuse_unsafe_target, sync_directory
+from keras_safe_ckpt.storage.translation import writing
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class Group:
 def append_durably(path: Path, group: Group, compression_type: str, locks: Locks) -> None:
     """All of ``group`` at the end of the file, or `CheckpointWriteError` and nothing of it."""
     data = group.encoder.whole()
-    with locks.exclusive(path) as held:
+    with locks.exclusive(path) as held, writing(path):
         refuse_unsafe_target(path)
         if group.is_appended:
             return
@@ -57,8 +58,6 @@ def append_durably(path: Path, group: Group, compression_type: str, locks: Locks
             group.in_doubt = longer
             _put(path, data, current.size)
             group.is_appended = True
-        except OSError as error:
-            raise CheckpointWriteError(path, error) from error
         finally:
             # Ctrl-C, too: whoever tries again would append it twice.
             if not group.is_appended and path.exists():
@@ -162,7 +161,7 @@ def _put(path: Path, data: bytes, offset: int) -> None:
         write_all(descriptor, data, offset)
         os.fsync(descriptor)
     finally:
-        os.close(descriptor)
+        let_go(descriptor)
     if is_new:
         sync_directory(path.parent)
 
@@ -173,4 +172,4 @@ def _cut(path: Path, size: int) -> None:
         os.ftruncate(descriptor, size)
         os.fsync(descriptor)
     finally:
-        os.close(descriptor)
+        let_go(descriptor)

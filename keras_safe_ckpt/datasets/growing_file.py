@@ -102,7 +102,10 @@ class GrowingFile:
             self._file.commit()
             self.h5.close()
             self._file.publish(self.target)
+        try:
             _remove(interrupted_of(self.target))
+        except OSError as error:
+            _log.warning("%s is not needed any more: %s", interrupted_of(self.target), error)
 
     def abandon(self) -> None:
         """Keep what can be kept, for `recover` or the next writer."""
@@ -202,7 +205,8 @@ class GrowingFile:
                 raise file.error from error  # A Ctrl-C that was kept from HDF5.
             cause = _said_by_disk(error if file is None else file.error)
             if cause is not None:
-                raise CheckpointWriteError(self.target, cause) from error
+                published = file is not None and file.is_published
+                raise CheckpointWriteError(self.target, cause, published=published) from error
             raise
 
     def _earlier(self, error: BaseException) -> CheckpointWriteError:

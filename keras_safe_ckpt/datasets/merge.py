@@ -30,6 +30,7 @@ from keras_safe_ckpt.storage.atomic import StagedFile, sweep_orphans
 from keras_safe_ckpt.storage.journaled_file import JournaledFile
 from keras_safe_ckpt.storage.paths import absolute
 from keras_safe_ckpt.storage.room import ensure_room
+from keras_safe_ckpt.storage.translation import writing
 
 _HOW = ("concat", "virtual")
 #: Texts count as one byte at least, also empty ones.
@@ -90,15 +91,16 @@ def merge_worker_files(
             f"Received: how={how!r}, axis={axis}"
         )
     target = absolute(out)
-    paths = given_paths(directory_or_files)
-    if target in paths:
-        raise MergeConflictError("/", [str(target)], "it is one of the files to be merged")
-    expected = checked_workers(workers)
-    facts = in_order(paths, expected, sort_key if callable(sort_key) else None)
-    _refuse_source(target, facts)
-    joined = _joined(facts, axis)
-    order = SortedRows.of(joined, sort_key, facts) if isinstance(sort_key, str) else None
-    _write(target, facts, joined, how, order)
+    with writing(target):
+        paths = given_paths(directory_or_files)
+        if target in paths:
+            raise MergeConflictError("/", [str(target)], "it is one of the files to be merged")
+        expected = checked_workers(workers)
+        facts = in_order(paths, expected, sort_key if callable(sort_key) else None)
+        _refuse_source(target, facts)
+        joined = _joined(facts, axis)
+        order = SortedRows.of(joined, sort_key, facts) if isinstance(sort_key, str) else None
+        _write(target, facts, joined, how, order)
     return target
 
 

@@ -20,6 +20,8 @@ from typing import Any
 from keras_safe_ckpt.errors import (
     CheckpointWriteError,
     CorruptCheckpointError,
+    LockLostError,
+    StaleHolderError,
     UnreadableCheckpointError,
 )
 from keras_safe_ckpt.storage.atomic import StagedFile
@@ -95,7 +97,8 @@ def note_at_last(path: Path, content: Content, held: HeldLock) -> None:
     """What it was is past. If that cannot be noted, the note before is right as well."""
     try:
         note(path, [content], held)
-    except CheckpointWriteError as error:
+    except (CheckpointWriteError, LockLostError, StaleHolderError) as error:
+        # Also if the lock is in doubt: what it was held for is done, and cannot be taken back.
         _log.warning("%s: written, but its former size is still noted: %s", path, error)
 
 

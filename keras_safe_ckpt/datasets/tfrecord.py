@@ -36,6 +36,7 @@ from keras_safe_ckpt.storage.paths import (
     refuse_long_name,
     refuse_unsafe_target,
 )
+from keras_safe_ckpt.storage.translation import writing
 
 #: So much is collected before it goes to the file.
 _BLOCK_BYTES = 1 << 20
@@ -126,7 +127,11 @@ class RecordFileWriter(_RecordWriter):
             if not self._is_open:
                 return
             content = Content(self._staged.size, self.records, self._checksum)
-            with self._kept_whole(), self._locks.exclusive(self.path) as held:
+            with (
+                self._kept_whole(),
+                writing(self.path),
+                self._locks.exclusive(self.path) as held,
+            ):
                 if self._sweeps:
                     sweep_orphans(self.path.parent)
                 # Also after a crash in between one of the two is what the file is.

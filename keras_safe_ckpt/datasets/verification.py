@@ -29,6 +29,7 @@ from keras_safe_ckpt.errors import CorruptRecordError
 from keras_safe_ckpt.storage.lock_backend import Locks
 from keras_safe_ckpt.storage.locks import chosen_locks
 from keras_safe_ckpt.storage.paths import absolute
+from keras_safe_ckpt.storage.translation import reading_only
 
 #: How much of a damaged file is looked through at once.
 _SEARCH_BYTES = 4 << 20
@@ -168,6 +169,7 @@ def split_tfrecord(
         raise ValueError(f"prefix: expected other names than that of {path!r}.")
     locks = chosen_locks(locks)
     with ExitStack() as stack:
+        stack.enter_context(reading_only(source))
         stack.enter_context(reading(source, locks))
         file = stack.enter_context(opened(source))
         kind = compression_of(file) if kind is None else kind

@@ -29,6 +29,7 @@ from keras_safe_ckpt.storage.block_writer import BlockWriter
 from keras_safe_ckpt.storage.locks import claim, relax
 from keras_safe_ckpt.storage.paths import (
     absolute,
+    let_go,
     make_directory,
     refuse_unsafe_target,
     sync_directory,
@@ -127,8 +128,8 @@ class StagedFile:
         A disk that fails here as well must not hide the error that led here: what is left is
         swept by a later save.
         """
+        self._close()
         try:
-            self._close()
             os.unlink(self.temp_path)
         except FileNotFoundError:
             return
@@ -139,7 +140,7 @@ class StagedFile:
         self._blocks.close()
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
-            os.close(descriptor)
+            let_go(descriptor)  # Synced by now, or never to be published.
 
     @contextlib.contextmanager
     def _translated(self, *, published: bool = False) -> Iterator[None]:
@@ -197,14 +198,19 @@ def scratch_directory(parent: Path | None, name: str = "scratch") -> Iterator[Pa
         _claim_if_possible(descriptor)
         yield path
     finally:
-        os.close(descriptor)
+        let_go(descriptor)
         shutil.rmtree(path, ignore_errors=True)
 
 
 def sweep_orphans(directory: Path) -> list[str]:
     """Remove temporary files and directories whose owners are gone; return their names."""
-    swept = []
-    for path in find_orphans(directory):
+    swept: list[str] = []
+    try:
+        orphans = list(find_orphans(directory))
+    except OSError as error:
+        _log_unswept(directory, error)
+        return swept
+    for path in orphans:
         try:
             if path.is_dir():
                 shutil.rmtree(path)
@@ -242,7 +248,7 @@ def sync_file(path: str | os.PathLike[str]) -> None:
     try:
         _sync_to_device(descriptor)
     finally:
-        os.close(descriptor)
+        let_go(descriptor)
 
 
 def _open_unique(target: Path) -> tuple[Path, int]:
@@ -254,12 +260,18 @@ def _open_unique(target: Path) -> tuple[Path, int]:
             if _claim_if_possible(descriptor) and _is_still(path, descriptor):
                 return path, descriptor
         except BaseException:
-            os.close(descriptor)
+            _drop(path, descriptor)
             raise
         # A sweeper found it in the instant before it was claimed: take another name.
-        os.close(descriptor)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
+        _drop(path, descriptor)
+
+
+def _drop(path: Path, descriptor: int) -> None:
+    let_go(descriptor)
+    try:
+        os.unlink(path)
+    except OSError as error:
+        _log_unswept(path, error)
 
 
 def _claim_if_possible(descriptor: int) -> bool:
@@ -292,7 +304,7 @@ def _is_orphan(path: Path) -> bool:
         # Not even touched before it is old: its owner may be about to claim it.
         return (owner.is_on_this_machine() or old) and _claim_if_possible(descriptor)
     finally:
-        os.close(descriptor)
+        let_go(descriptor)
 
 
 def _sync_to_device(descriptor: int) -> None:

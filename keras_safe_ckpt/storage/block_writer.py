@@ -8,12 +8,14 @@ smaller, and all of it where that is refused, goes the usual way.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
 from pathlib import Path
 
 from keras_safe_ckpt.storage.overlap import OverlappedWriter
+from keras_safe_ckpt.storage.paths import let_go
 
 #: Large enough that the device, not the calls, sets the pace; there are two of them.
 BLOCK_BYTES = 8 << 20
@@ -115,9 +117,10 @@ class _BlockFile:
         write_all(self._cached, block[done:], offset + done)
 
     def close(self) -> None:
-        os.close(self._cached)
+        # What failed is said by the fsync of the caller's descriptor, which is older.
+        let_go(self._cached)
         if self._direct is not None:
-            os.close(self._direct)
+            let_go(self._direct)
 
     def _write_directly(self, offset: int, block: memoryview) -> int:
         """How much of ``block`` was written past the cache; the rest goes through it."""
@@ -129,7 +132,7 @@ class _BlockFile:
             except OSError as error:
                 if error.errno not in _NOT_SO:
                     raise
-                os.close(self._direct)
+                let_go(self._direct)
                 self._direct = None
         return done
 
@@ -160,7 +163,8 @@ def _open_direct(path: Path, descriptor: int) -> int | None:
         direct = os.open(path, flags)
     except OSError:
         return None
-    if os.path.samestat(os.fstat(direct), os.fstat(descriptor)):
-        return direct
-    os.close(direct)  # Something else has its name.
+    with contextlib.suppress(OSError):
+        if os.path.samestat(os.fstat(direct), os.fstat(descriptor)):
+            return direct
+    let_go(direct)  # Something else has its name, or nobody can tell.
     return None

@@ -28,7 +28,7 @@ NOT_USABLE = (
 OnSkip = Callable[[Path, str], None]
 
 #: What tells one published file from the next one under the same name.
-_Identity = tuple[int, int, int, int]
+Identity = tuple[int, int, int, int]
 
 
 class Catalog:
@@ -42,8 +42,8 @@ class Catalog:
         self.directory = directory
         # Not every .h5 file is a checkpoint: those are looked at only where they are written.
         self._suffixes = (".keras", ".weights.h5", *([suffix] if suffix else []))
-        self._manifests: dict[Path, tuple[_Identity, Manifest]] = {}
-        self._verified: dict[Path, _Identity] = {}
+        self._manifests: dict[Path, tuple[Identity, Manifest]] = {}
+        self._verified: dict[Path, Identity] = {}
 
     def checkpoints(self, on_skip: OnSkip | None = None) -> list[Checkpoint]:
         """Every file that carries our manifest, oldest first; the arrays are not verified."""
@@ -103,7 +103,11 @@ class Catalog:
 
     def remember(self, path: Path, manifest: Manifest) -> None:
         """Take note of a file that this process just wrote and synced."""
-        identity = _identity(path)
+        try:
+            identity = _identity(path)
+        except (CheckpointNotFoundError, UnreadableCheckpointError):
+            self.forget(path)  # It is looked at when somebody asks for it.
+            return
         self._manifests[path] = (identity, manifest)
         self._verified[path] = identity
 
@@ -114,6 +118,13 @@ class Catalog:
             return known is None or known[0] == _identity(path)
         except CheckpointNotFoundError:
             return True
+
+    def identity_of(self, path: Path) -> Identity | None:
+        """What tells this file from any other that was or will be there; None if none is."""
+        try:
+            return _identity(path)
+        except CheckpointNotFoundError:
+            return None
 
     def forget(self, path: Path) -> None:
         """Drop what is known of a file that is gone."""
@@ -132,6 +143,8 @@ class Catalog:
                 ]
         except (FileNotFoundError, NotADirectoryError):
             return []
+        except OSError as error:
+            raise UnreadableCheckpointError(self.directory, error) from error
 
 
 def oldest_first(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
@@ -141,7 +154,7 @@ def oldest_first(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
     )
 
 
-def _identity(path: Path) -> _Identity:
+def _identity(path: Path) -> Identity:
     try:
         status = os.stat(path)
     except FileNotFoundError as error:

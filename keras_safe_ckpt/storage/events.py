@@ -120,7 +120,8 @@ class EventLog:
             size = os.fstat(descriptor).st_size
             if size and os.pread(descriptor, 1, size - 1) != b"\n":
                 line = b"\n" + line  # A full disk cut the line before: keep it from eating ours.
-            os.write(descriptor, line)
+            while line:  # A disk that is nearly full takes a part, and says so of the rest.
+                line = line[os.write(descriptor, line) :]
         finally:
             os.close(descriptor)
 

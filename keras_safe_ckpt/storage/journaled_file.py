@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import stat
 from collections.abc import Iterator
@@ -26,7 +27,9 @@ from keras_safe_ckpt.errors import CorruptCheckpointError
 from keras_safe_ckpt.storage.atomic import write_atomically
 from keras_safe_ckpt.storage.block_writer import write_all
 from keras_safe_ckpt.storage.early_sync import EarlySync
-from keras_safe_ckpt.storage.paths import sync_directory
+from keras_safe_ckpt.storage.paths import let_go, sync_directory
+
+_log = logging.getLogger(__name__)
 
 _PAGE = 4096
 _MAGIC = b"kscj0001"
@@ -55,8 +58,14 @@ class JournaledFile:
         self.error: BaseException | None = None
         self._pid = os.getpid()
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        #: Whether it has the name that it was written for.
+        self.is_published = False
         self._descriptor = os.open(path, flags, 0o666)
-        self._size = self._committed = os.fstat(self._descriptor).st_size
+        try:
+            self._size = self._committed = os.fstat(self._descriptor).st_size
+        except BaseException:
+            let_go(self._descriptor)
+            raise
         self._pages: dict[int, bytearray] = {}
         self._position = 0
         self._early_sync = EarlySync(self._descriptor)
@@ -140,11 +149,19 @@ class JournaledFile:
     def publish(self, target: Path) -> None:
         """Let the committed file be ``target``, durable."""
         self.commit()
-        os.fsync(self._descriptor)
-        os.replace(self.path, target)
-        sync_directory(target.parent)
+        try:
+            os.fsync(self._descriptor)
+            os.replace(self.path, target)
+            self.is_published = True
+            sync_directory(target.parent)
+        except BaseException as error:
+            self.fail(error)
+            raise
         self.close()
-        journal_of(self.path).unlink()
+        try:
+            journal_of(self.path).unlink()
+        except OSError as error:  # Without its file it is nothing, and the next one removes it.
+            _log.debug("Left %s behind: %s", journal_of(self.path), error)
 
     def stop_writing(self) -> None:
         """From now on nothing changes: as it was committed, it stays."""
@@ -172,7 +189,7 @@ class JournaledFile:
             if self._pid == os.getpid():  # A forked child has no thread to wait for.
                 with contextlib.suppress(OSError):  # Of what nobody will commit any more.
                     self._early_sync.finish()
-            os.close(descriptor)
+            let_go(descriptor)  # What was committed is synced.
 
     def _journal(self, note: bytes) -> bytes:
         pages = b"".join(
@@ -241,7 +258,7 @@ def recover(path: Path) -> bytes | None:
         os.ftruncate(descriptor, size)
         os.fsync(descriptor)
     finally:
-        os.close(descriptor)
+        let_go(descriptor)
     return note
 
 

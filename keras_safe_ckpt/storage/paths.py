@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -80,6 +81,16 @@ def refuse_unsafe_name(name: str, directory: Path) -> None:
         raise UnsafePathError(shown, "names with a leading dot are kept for lock and temp files")
 
 
+def let_go(descriptor: int) -> None:
+    """Close what was only read, or is synced: no byte depends on what the system says to that.
+
+    Whatever it says, the descriptor is gone. On a network an error of before may come up here, and
+    must not make a file that is in place look like one that is not.
+    """
+    with contextlib.suppress(OSError):
+        os.close(descriptor)
+
+
 def sync_directory(directory: Path) -> None:
     """Make the names in ``directory`` durable; without it a rename may come undone."""
     if os.name == "nt":  # Windows cannot open a directory; its renames are journaled.
@@ -91,7 +102,7 @@ def sync_directory(directory: Path) -> None:
         if error.errno not in _NO_DIRECTORY_SYNC:
             raise
     finally:
-        os.close(descriptor)
+        let_go(descriptor)
 
 
 def make_directory(directory: Path) -> None:
@@ -106,7 +117,8 @@ def make_directory(directory: Path) -> None:
             # Another worker may create it at the same moment: that is as good as ours.
             path.mkdir(exist_ok=True)
             sync_directory(path.parent)
+        is_directory = directory.is_dir()
     except OSError as error:
         raise CheckpointWriteError(directory, error) from error
-    if not directory.is_dir():
+    if not is_directory:
         raise UnsafePathError(directory, "it is a file, and a directory was expected")

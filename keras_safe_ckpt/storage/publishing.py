@@ -18,7 +18,7 @@ from keras_safe_ckpt.storage.atomic import StagedFile, sweep_orphans
 from keras_safe_ckpt.storage.catalog import Catalog
 from keras_safe_ckpt.storage.events import EventLog, position
 from keras_safe_ckpt.storage.formats.format import StorageFormat, read_back
-from keras_safe_ckpt.storage.lock_backend import Locks
+from keras_safe_ckpt.storage.lock_backend import HeldLock, Locks
 from keras_safe_ckpt.storage.manifest import Manifest
 from keras_safe_ckpt.storage.path_template import aside_name
 from keras_safe_ckpt.storage.paths import (
@@ -86,15 +86,13 @@ class Publisher:
                 read_back(self._format, staged, manifest)
                 # Locked only now, for milliseconds: the bytes are on the disk already.
                 with self._locks.exclusive(self._directory / LOCK_NAME) as lock:
-                    reason = self._reason_to_keep(target, veto, manifest)
+                    reason = self._reason_not_to_commit(target, veto, set_aside, manifest, lock)
                     if reason is not None:
                         self._events.record("skip", reason=reason, **facts)
                         return None
-                    lock.ensure_held()
-                    self._keep_aside(target, set_aside, manifest)
                     staged.commit()
                     self._catalog.remember(target, manifest)
-                    size = self.last_size = os.path.getsize(target)
+                    size = self.last_size = staged.size
                     self._overhead = max(0, size - snapshot.nbytes)
                     if retention is not None:
                         self._pruner.prune_around(Checkpoint(target, manifest), retention, lock)
@@ -118,21 +116,57 @@ class Publisher:
         seen = max((c.manifest.sequence for c in self._catalog.checkpoints()), default=0)
         return max(seen + 1, int(time.time() * 1000))
 
+    def _reason_not_to_commit(
+        self,
+        target: Path,
+        veto: Veto,
+        set_aside: SetAside | None,
+        new: Manifest,
+        lock: HeldLock,
+    ) -> str | None:
+        """Decide by what is in place, which is the same when this returns."""
+        while True:
+            judged = self._catalog.identity_of(target)
+            reason = self._reason_to_keep(target, veto, new)
+            if reason is not None:
+                return reason
+            lock.ensure_held()
+            self._keep_aside(target, set_aside, new)
+            # Once more, as that may have taken long; and what is in place is compared, for a lock
+            # can be lost without notice, by us or by whoever had it before and was paused right
+            # before its rename. What is left to such a pause is the rename itself.
+            if set_aside is not None:
+                lock.ensure_held()
+            if self._catalog.identity_of(target) == judged:
+                return None
+
     def _reason_to_keep(self, target: Path, veto: Veto, new: Manifest) -> str | None:
         reason = veto(self._incumbent(target), new)
-        if reason is None or self._catalog.is_whole(target, self._events.report_skip):
-            return reason
-        # However good its manifest says that it is: damaged, it is worth nothing.
-        return veto(None, new)
+        if reason is None:
+            return None
+        try:
+            self._catalog.verify(target)
+        except (CheckpointNotFoundError, CorruptCheckpointError) as error:
+            # However good its manifest says that it is: damaged, it is worth nothing.
+            self._events.report_skip(target, str(error))
+            return veto(None, new)
+        except (IncompatibleCheckpointError, UnreadableCheckpointError) as error:
+            # It may be whole, and is the better one: a disk that stumbles must not cost it.
+            self._events.report_skip(target, str(error))
+        return reason
 
     def _keep_aside(self, target: Path, set_aside: SetAside | None, new: Manifest) -> None:
         incumbent = None if set_aside is None else self._incumbent(target)
         if incumbent is None or set_aside is None or not set_aside(incumbent, new):
             return
         number = 2
-        while (aside := self._directory / aside_name(target.name, number)).exists():
-            number += 1
+        aside = self._directory / aside_name(target.name, number)
         try:
+            while os.path.lexists(aside):
+                if os.path.samefile(target, aside):
+                    return  # By one that was killed, or failed, before it took its place.
+                number += 1
+                aside = self._directory / aside_name(target.name, number)
             os.link(target, aside)  # Both names, until the rename takes the first one.
             sync_directory(self._directory)
         except OSError as error:
@@ -155,7 +189,7 @@ class Publisher:
         began = time.monotonic()
         if began < self._next_sweep:
             return
-        swept = sweep_orphans(self._directory) if self._directory.is_dir() else []
+        swept = sweep_orphans(self._directory)
         ended = time.monotonic()
         self._next_sweep = ended + 20 * (ended - began)
         if swept:

@@ -105,6 +105,7 @@ class RedisLock:
         """Take the lock; what is left of it after an error, `release` gives back."""
         start = time.monotonic()
         self._pid = os.getpid()
+        self.token = 0
         server = self._locks.server
         self._client = server.connect()
         with server.errors_explained():
@@ -187,13 +188,13 @@ class RedisLock:
         if client is None or self._pid != os.getpid():
             self._client = self._lock = None
             return  # in a forked child all of it belongs to the parent
-        subscribers, lost = 0, False
+        newest, subscribers, lost = self.token, 0, False
         ignored = self._locks.server.errors_ignored
         try:
             if lock is not None:
                 with ignored():
                     # Asked, since our own subscription may have yet to notice its end.
-                    _, subscribers = self._fence.newest_and_subscribers(self._channel)
+                    newest, subscribers = self._fence.newest_and_subscribers(self._channel)
                 with ignored():
                     self._owners.remove(lock.holder_id)
                 lost = True
@@ -205,6 +206,10 @@ class RedisLock:
         _held.discard(self)
         # Not before all is done: after a Ctrl-C in here it is done once more.
         self._client = self._lock = None
+        if self.token and newest > self.token:
+            # Too late to prevent what was done in between, but not to say so.
+            reason = f"fencing token {newest} was given out while it was held with {self.token}"
+            raise LockLostError(self.path, reason)
         if not subscribers or lost:
             raise LockLostError(self.path, "the connection to the lock server broke")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from keras_safe_ckpt.storage.formats.format import EXTRA_GROUP, OpenCheckpoint
 from keras_safe_ckpt.storage.lock_backend import Locks
 from keras_safe_ckpt.storage.manifest import Manifest
 from keras_safe_ckpt.storage.restore import load_opened, none_is_whole
-from keras_safe_ckpt.storage.retention import Checkpoint, KeepNewest
+from keras_safe_ckpt.storage.retention import Checkpoint, KeepAny, KeepNewest
 from keras_safe_ckpt.storage.snapshot import Snapshot
 from keras_safe_ckpt.storage.store import CheckpointStore
 
@@ -67,6 +67,24 @@ class Backup:
         self.checkpoint.__exit__(None, None, None)
 
 
+@dataclass(frozen=True)
+class _KeepNewestOfAll:
+    """The newest that was saved with the parts of all workers: the run is exact from there only."""
+
+    def keep(self, checkpoints: Sequence[Checkpoint]) -> Sequence[Checkpoint]:
+        return [c for c in checkpoints if not _document_of(c.manifest).get("degraded")][-1:]
+
+
+@dataclass(frozen=True)
+class _KeepSaves:
+    """The parts of these saves, however many came after them that nobody has completed."""
+
+    saves: frozenset[object]
+
+    def keep(self, checkpoints: Sequence[Checkpoint]) -> Sequence[Checkpoint]:
+        return [c for c in checkpoints if _document_of(c.manifest).get("save") in self.saves]
+
+
 class Backups:
     """The checkpoints of a run in ``directory``, and those of its workers in folders below."""
 
@@ -94,9 +112,16 @@ class Backups:
         worker: int | None = None,
     ) -> Checkpoint | None:
         """Durable when it returns. A ``worker``'s part goes to a folder of its own."""
-        store = self.store if worker is None else self._part_store(worker)
-        # A part is written before the checkpoint to which it belongs: one more has to stay.
-        keep = self._keep if worker is None else self._keep + 1
+        # Two saves may be of one step: the one without all workers must not replace the other.
+        name = f"{PREFIX}{step:010d}" + ("-degraded" if document.get("degraded") else "")
+        retention = KeepAny((KeepNewest(self._keep), _KeepNewestOfAll()))
+        store = self.store
+        if worker is not None:
+            store = self._part_store(worker)
+            name += f"-{document['save']}"
+            # A part is written before the checkpoint to which it belongs, which may never come.
+            saves = frozenset(_document_of(c.manifest).get("save") for c in self._all())
+            retention = KeepAny((KeepNewest(self._keep + 1), _KeepSaves(saves)))
         return store.publish(
             snapshot,
             step=step,
@@ -105,31 +130,54 @@ class Backups:
             metrics=metrics,
             extra={_KEY: {**document, "version": _FORMAT_VERSION}},
             extra_arrays=arrays,
-            name=f"{PREFIX}{step:010d}.weights.h5",
+            name=f"{name}.weights.h5",
             series=SERIES,
-            retention=KeepNewest(keep),
+            retention=retention,
         )
 
-    def newest(self) -> Backup | None:
+    def newest(self, workers: int = 1) -> Backup | None:
         """The newest one that is whole, None if there is none at all.
 
-        `CorruptCheckpointError` that names all of them if there are some, and none is whole.
+        One that has the parts of all ``workers`` comes before a newer one that has not: from there
+        the run ends as if nothing had happened. `CorruptCheckpointError` that names all of them
+        if there are some, and none is whole.
         """
         skipped: list[str] = []
+        incomplete: list[Backup] = []
 
         def report(path: Path, reason: str) -> None:
             if path.name.startswith(PREFIX):
                 skipped.append(f"{path.name}: {reason}")
                 self.store.events.report_skip(path, reason)
 
-        for found in reversed(self.store.checkpoints(report)):
-            if found.manifest.series == SERIES:
-                backup = _opened(found.path, report)
-                if backup is not None:
-                    return backup
+        for found in reversed(self._all(report)):
+            backup = _opened(found.path, report)
+            if backup is None:
+                continue
+            if not self.missing_parts(backup, workers):
+                for passed in incomplete:
+                    report(passed.path, "it has not the parts of all workers, an older one has")
+                    passed.close()
+                return backup
+            incomplete.append(backup)
+        for passed in incomplete[1:]:
+            passed.close()
+        if incomplete:
+            return incomplete[0]
         if skipped:
             raise none_is_whole(self.directory, skipped)
         return None
+
+    def holds(self, save: str) -> bool:
+        """Whether the save of this name is there and whole, with or without all its parts."""
+        report = self.store.events.report_skip
+        for found in reversed(self._all()):
+            if _document_of(found.manifest).get("save") == save:
+                backup = _opened(found.path, report)
+                if backup is not None:
+                    backup.close()
+                    return True
+        return False
 
     def named(self, name: str) -> Backup:
         """The one of this name, which another worker has chosen; raises if it is not whole."""
@@ -142,9 +190,26 @@ class Backups:
             return None
         store = self._part_store(worker)
         for found in reversed(store.checkpoints(store.events.report_skip)):
-            if dict(found.manifest.extra.get(_KEY) or {}).get("save") == save:
+            if _document_of(found.manifest).get("save") == save:
                 return _opened(found.path, store.events.report_skip)
         return None
+
+    def missing_parts(self, backup: Backup, workers: int) -> list[int]:
+        """Which of so many workers were there when it was saved, and have no whole part in it.
+
+        The chief, number 0, has none: its part is the checkpoint itself.
+        """
+        then = backup.document.get("workers")
+        there = min(workers, then) if isinstance(then, int) else workers
+        missing = []
+        for worker in range(1, there):
+            # Looked for, whatever the checkpoint says: one that came too late is as good.
+            part = self.part(worker, str(backup.document.get("save")))
+            if part is None:
+                missing.append(worker)
+            else:
+                part.close()
+        return missing
 
     def delete_all(self, workers: int) -> None:
         """Of a run that is finished: nobody is to go on from them."""
@@ -152,6 +217,10 @@ class Backups:
             if self._part_folder(worker).is_dir():
                 self._part_store(worker).delete_series(SERIES)
         self.store.delete_series(SERIES)
+
+    def _all(self, report: Any = None) -> list[Checkpoint]:
+        """Those of the run, oldest first."""
+        return [c for c in self.store.checkpoints(report) if c.manifest.series == SERIES]
 
     def _part_folder(self, worker: int) -> Path:
         return self.directory / f"worker-{worker}"
@@ -162,6 +231,11 @@ class Backups:
                 self._part_folder(worker), locks=self.store.locks, worker=f"worker-{worker}"
             )
         return self._parts[worker]
+
+
+def _document_of(manifest: Manifest) -> Mapping[str, Any]:
+    document = manifest.extra.get(_KEY)
+    return document if isinstance(document, dict) else {}
 
 
 def _opened(path: Path, report: Any) -> Backup | None:

@@ -56,10 +56,11 @@ class Journal:
 
     @staticmethod
     def read(folder: Path) -> Journal | None:
+        """None if there is none: nothing was changed. `OSError` if that cannot be told now."""
         try:
             return Journal(**json.loads((folder / _JOURNAL).read_text()))
-        except (OSError, ValueError, TypeError):
-            return None  # There is none: nothing was changed.
+        except (FileNotFoundError, ValueError, TypeError):
+            return None
 
 
 def keep_old(directory: Path, folder: Path, name: str, kinds: list[str]) -> None:

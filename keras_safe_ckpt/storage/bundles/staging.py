@@ -237,12 +237,18 @@ class StagedBundle:
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
+        prefix = os.path.join(self._directory.path, self.name)
         try:
             yield
+        except CheckpointWriteError as error:
+            if error.published or not self.is_published:
+                raise
+            # Of the list of what is there: the checkpoint itself is in its place.
+            cause = error.__cause__ if isinstance(error.__cause__, OSError) else error.cause
+            raise CheckpointWriteError(prefix, cause, published=True) from error
         except SafeCheckpointError:
             raise
         except OSError as error:
-            prefix = os.path.join(self._directory.path, self.name)
             raise CheckpointWriteError(prefix, error, published=self.is_published) from error
 
 

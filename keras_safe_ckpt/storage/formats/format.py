@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from keras_safe_ckpt.errors import (
 from keras_safe_ckpt.storage.atomic import StagedFile
 from keras_safe_ckpt.storage.formats.array_reader import ArrayReader
 from keras_safe_ckpt.storage.manifest import Manifest
+from keras_safe_ckpt.storage.paths import let_go
 from keras_safe_ckpt.storage.snapshot import Snapshot
 
 #: Arrays beside those of the model (an exact resume needs more than Keras saves) go below this
@@ -59,7 +61,7 @@ class OpenCheckpoint:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        os.close(self._descriptor)
+        let_go(self._descriptor)
 
 
 class StorageFormat(Protocol):
@@ -128,9 +130,11 @@ def opened_for_reading(path: Path) -> Iterator[int]:
     with damage_reported(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            if not os.path.isfile(descriptor):
+            # Not `os.path.isfile`, to which a disk that cannot be read is no file: what it cannot
+            # tell about may be whole, and must not be taken for damaged.
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise CorruptCheckpointError(path, "it is not a regular file")
             yield descriptor
         except BaseException:
-            os.close(descriptor)
+            let_go(descriptor)
             raise

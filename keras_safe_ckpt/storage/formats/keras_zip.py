@@ -136,8 +136,14 @@ class OpenKerasZip(OpenCheckpoint):
         super().verify(advance)
 
     def _list_members(self) -> dict[str, zipfile.ZipInfo]:
-        with zipfile.ZipFile(self._file) as archive:
-            listed = archive.infolist()
+        try:
+            with zipfile.ZipFile(self._file) as archive:
+                listed = archive.infolist()
+        except zipfile.BadZipFile:
+            # To `zipfile` what cannot be read is no archive. It may be whole, and the best one.
+            if self._file.error is not None:
+                raise self._file.error from None
+            raise
         members = {info.filename: info for info in listed}
         if len(members) != len(listed):
             raise CorruptCheckpointError(self._path, "two of its members have the same name")

@@ -41,6 +41,8 @@ class FileWindow(SeekableFile):
         super().__init__(size)
         self._descriptor = descriptor
         self._start = start
+        #: What the system said last; a parser may take it for the end of the file.
+        self.error: OSError | None = None
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
@@ -53,7 +55,11 @@ class FileWindow(SeekableFile):
         """Fill ``view`` from ``offset``; fewer bytes only where the file ends."""
         done = 0
         while done < len(view):
-            count = os.preadv(self._descriptor, [view[done:]], self._start + offset + done)
+            try:
+                count = os.preadv(self._descriptor, [view[done:]], self._start + offset + done)
+            except OSError as error:
+                self.error = error
+                raise
             if count == 0:
                 break
             done += count
