@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from processes import require_root
+from forking import Forking
+from processes import environment, require_root
 
 from keras_safe_ckpt.storage import temp_names
 
@@ -33,6 +34,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for name, value in getattr(report, "user_properties", []):
             if name == "campaign" and report.when == "call":
                 terminalreporter.write_line(f"campaign: {value}")
+
+
+@pytest.fixture(scope="session")
+def forking() -> Iterator[Forking]:
+    """Starts processes that have TensorFlow already."""
+    one = Forking(environment())
+    yield one
+    one.close()
 
 
 @pytest.fixture

@@ -177,10 +177,15 @@ class Forked:
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
+    def wait(self, timeout: float) -> int:
+        code = self._ended(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired(str(self._files[0]), timeout)
+        return code
+
     def communicate(self, timeout: float) -> tuple[str, str]:
         """Wait for the end; what it has printed, and its errors."""
-        if self._ended(timeout) is None:
-            raise subprocess.TimeoutExpired(str(self._files[0]), timeout)
+        self.wait(timeout)
         out, err = (file.read_text() for file in self._files)
         return out, err
 

@@ -16,8 +16,271 @@ class Mutation:
     test: str
 
 
+POWER = "tests/test_power_cut.py::test_a_save_that_returned_outlives_a_power_cut"
+DATA = "tests/test_power_cut_data.py::test_what_was_flushed_outlives_a_power_cut"
+
 MUTATIONS = (
+    # Durable when it returns.
+    Mutation(
+        "The name of a published file is on the disk when a save returns",
+        "storage/atomic.py",
+        "sync_directory(self.target.parent)",
+        "pass",
+        f"{POWER}[replaced-keras]",
+    ),
+    Mutation(
+        "Its bytes are on the disk before it has its name",
+        "storage/atomic.py",
+        "_sync_to_device(self._descriptor)",
+        "pass",
+        f"{POWER}[first-weights_h5]",
+    ),
+    Mutation(
+        "So is every directory that is made on the way",
+        "storage/paths.py",
+        "sync_directory(path.parent)",
+        "pass",
+        f"{POWER}[first-weights_h5]",
+    ),
+    Mutation(
+        "What is set aside has its new name before it loses the old one",
+        "storage/publishing.py",
+        "            sync_directory(self._directory)\n",
+        "",
+        f"{POWER}[set aside-keras]",
+    ),
+    Mutation(
+        "What is pruned does not come back",
+        "storage/pruning.py",
+        "sync_directory(self._catalog.directory)",
+        "pass",
+        "tests/test_details.py::test_pruning_is_durable",
+    ),
+    Mutation(
+        "Of several files the last one is there only if all are",
+        "storage/atomic.py",
+        "sync_directory(last.target.parent)",
+        "pass",
+        "tests/test_atomic.py::test_group_is_committed_by_its_last_file",
+    ),
+    Mutation(
+        "An appended group of records is on the disk when the append returns",
+        "datasets/appending.py",
+        "write_all(descriptor, data, offset)\n        os.fsync(descriptor)",
+        "write_all(descriptor, data, offset)",
+        f"{DATA}[appended]",
+    ),
+    Mutation(
+        "Rows are on the disk before the journal says that they are",
+        "storage/journaled_file.py",
+        "os.fsync(self._descriptor)\n            write_atomically(",
+        "write_atomically(",
+        f"{DATA}[worker, flushed]",
+    ),
+    # Never torn, never worse.
+    Mutation(
+        "Bytes that were not synced are never published",
+        "storage/atomic.py",
+        "if not self._synced:",
+        "if False:",
+        "tests/test_atomic.py::test_unsynced_bytes_are_never_published",
+    ),
+    Mutation(
+        "No two writers have one temporary file",
+        "storage/atomic.py",
+        " | os.O_EXCL",
+        "",
+        "tests/test_details.py::test_file_at_the_temp_path_is_not_taken_over",
+    ),
+    Mutation(
+        "A temporary file whose writer lives is not swept",
+        "storage/atomic.py",
+        "(owner.is_on_this_machine() or old) and _claim_if_possible(descriptor)",
+        "owner.is_on_this_machine() or old",
+        "tests/test_atomic.py::test_old_temp_of_another_machine_that_is_locked_is_not_swept",
+    ),
+    Mutation(
+        "What is in place is judged once more under the lock",
+        "storage/publishing.py",
+        "reason = self._reason_to_keep(target, veto, new)",
+        "reason = None",
+        "tests/test_store.py::test_slower_writer_does_not_replace_a_newer_checkpoint",
+    ),
+    Mutation(
+        "And again if somebody has replaced it meanwhile without the lock",
+        "storage/publishing.py",
+        "if self._catalog.identity_of(target) == judged:",
+        "if True:",
+        "tests/test_store.py::test_what_somebody_put_in_place_without_the_lock_is_judged_as_well",
+    ),
+    Mutation(
+        "Who has lost the lock does not commit",
+        "storage/publishing.py",
+        "            lock.ensure_held()\n            self._keep_aside(",
+        "            self._keep_aside(",
+        "tests/test_store.py::test_lost_lock_prevents_the_commit",
+    ),
+    Mutation(
+        "Nor if it was lost while the former one was set aside",
+        "storage/publishing.py",
+        "if set_aside is not None:\n                lock.ensure_held()",
+        "if set_aside is not None:\n                pass",
+        "tests/test_store.py::test_lock_that_is_lost_while_the_former_is_set_aside_prevents_the_commit",
+    ),
+    Mutation(
+        "What cannot be read back is not published",
+        "storage/publishing.py",
+        "read_back(self._format, staged, manifest)",
+        "pass",
+        "tests/test_store.py::test_what_cannot_be_read_back_is_not_published",
+    ),
+    Mutation(
+        "What cannot be read at the moment is not replaced",
+        "storage/publishing.py",
+        "except (CheckpointNotFoundError, CorruptCheckpointError):\n            return None",
+        "except (CheckpointNotFoundError, CorruptCheckpointError, UnreadableCheckpointError):\n"
+        "            return None",
+        "tests/test_store.py::test_incumbent_that_cannot_be_read_now_is_not_replaced",
+    ),
+    Mutation(
+        "Nothing is pruned unless one that stays is whole",
+        "storage/pruning.py",
+        "if not doomed or not self._catalog.any_whole(sorted(kept), self._events.report_skip):",
+        "if not doomed:",
+        "tests/test_store.py::test_prune_deletes_nothing_unless_a_whole_one_stays",
+    ),
+    Mutation(
+        "Every array is compared with its digest",
+        "storage/formats/array_reader.py",
+        "if digest.hexdigest() != record.digest:",
+        "if False:",
+        "tests/test_store.py::test_damaged_newest_is_passed_over_by_name_and_reason",
+    ),
+    Mutation(
+        "So is everything between the arrays",
+        "storage/formats/array_reader.py",
+        "if structure.hexdigest() != self._manifest.structure:",
+        "if False:",
+        "tests/test_details.py::test_structure_that_was_changed",
+    ),
+    Mutation(
+        "And the manifest with its own",
+        "storage/manifest.py",
+        "if digest != _digest(canonical):",
+        "if False:",
+        "tests/test_manifest.py::test_any_changed_value_is_noticed",
+    ),
+    Mutation(
+        "A model that does not fit is left as it was",
+        "storage/restore.py",
+        "    if differences:\n        raise IncompatibleCheckpointError(path, differences)\n",
+        "",
+        "tests/test_load.py::test_other_width_is_named",
+    ),
+    Mutation(
+        "The best of before a restart counts",
+        "training/best.py",
+        "            best.learn(value)\n",
+        "            pass\n",
+        "tests/test_model_checkpoint.py::test_best_survives_a_restart",
+    ),
+    Mutation(
+        "A value is the best only when its file is durable",
+        "callbacks/checkpoint_run.py",
+        "self._best.learn(value if checkpoint is not None else veto.kept)",
+        "pass",
+        "tests/test_model_checkpoint.py::test_best_advances_only_when_its_file_is_durable",
+    ),
+    # Locks.
+    Mutation(
+        "A wait for a lock ends",
+        "storage/locks.py",
+        "if remaining <= 0:",
+        "if False:",
+        "tests/test_store.py::test_lock_timeout_leaves_everything_as_it_was",
+    ),
+    Mutation(
+        "Whoever locked a file that was deleted meanwhile locks the new one",
+        "storage/locks.py",
+        "if is_at(path, status):",
+        "if True:",
+        "tests/test_file_locks.py::TestFileLocks::test_a_file_deleted_while_another_waits",
+    ),
+    Mutation(
+        "A forked child does not hold the locks of its parent",
+        "storage/lock_descriptors.py",
+        "    for file in list(_files):\n        with contextlib.suppress(OSError):\n"
+        "            file.close()\n",
+        "",
+        "tests/test_file_locks.py::TestFileLocks::"
+        "test_a_fork_while_a_thread_waits_leaves_no_lock_in_the_child",
+    ),
+    Mutation(
+        "A holder whose lock went to somebody else does not publish",
+        "storage/redis_locks.py",
+        "        if newest > self.token:\n",
+        "        if False:\n",
+        "tests/test_redis_locks.py::test_a_paused_holder_does_not_commit",
+    ),
+    Mutation(
+        "One that noticed nothing is told at the end of the block",
+        "storage/redis_locks.py",
+        "if self.token and newest > self.token:",
+        "if False:",
+        "tests/test_redis_locks.py::test_a_newer_token_makes_the_holder_stale",
+    ),
+    # Interruptions.
+    Mutation(
+        "A save in the background is finished before the program ends",
+        "storage/writer.py",
+        "daemon=False",
+        "daemon=True",
+        "tests/test_writer.py::test_save_begun_by_a_daemon_is_there_when_the_program_has_ended",
+    ),
+    Mutation(
+        "Its error is raised by the next call",
+        "storage/writer.py",
+        "            self._error = error\n            # Said",
+        "            # Said",
+        "tests/test_writer.py::test_error_is_raised_once",
+    ),
+    Mutation(
+        "A torn append is undone",
+        "datasets/appending.py",
+        "        _cut(path, before.size)\n",
+        "        pass\n",
+        "tests/test_tfrecord_writing.py::test_an_append_that_was_torn_is_undone",
+    ),
     # A run of several workers.
+    Mutation(
+        "A wait for workers that agree ends",
+        "cluster/agreement.py",
+        "posts, missing = self._cohort.collect(key, self._patience)",
+        "posts, missing = self._cohort.collect(key, 80)",
+        "tests/test_agreement.py::test_a_worker_that_does_not_answer_is_named",
+    ),
+    Mutation(
+        "So does one at a barrier",
+        "cluster/cohort.py",
+        "values, missing = self.collect(key, seconds)",
+        "values, missing = self.collect(key, 80)",
+        "tests/test_cohort.py::test_who_does_not_come_is_named",
+    ),
+    Mutation(
+        "All workers stop after the same step",
+        "cluster/agreement.py",
+        "max(posts.values()) + 1",
+        "max(posts.values())",
+        "tests/test_agreement.py::test_the_flag_of_a_running_step_is_never_overtaken",
+    ),
+    Mutation(
+        "What another has saved in place of the chief is not of all workers",
+        "training/backups.py",
+        "if worker == writer:",
+        "if worker == 0:",
+        "tests/test_backups.py::"
+        "test_what_another_has_saved_in_place_of_the_chief_is_not_of_all_workers",
+    ),
     Mutation(
         "A restarted run goes on from a checkpoint of all workers",
         "training/backups.py",

@@ -347,16 +347,18 @@ class Disk:
     # What is found after a cut.
 
     def states(self, rng: random.Random, most: int) -> Iterator[State]:
-        """At most so many of the states in which the disk may be, the telling ones first."""
-        tries = 0
+        """At most so many of the states in which the disk may be, the telling ones first.
+
+        One of each way in which the names may have arrived, then the next one of each: what is in
+        a file has more variants than anybody can look at, and must not keep the others away.
+        """
+        variants = {number: file.variants(rng, most) for number, file in self._files.items()}
+        ways = []
         for arrived in self._arrived(rng, most):
             tree: dict[str, int] = {}
             self._walk(self._with(arrived), 0, "", tree)
-            for state in self._contents(tree, rng, most):
-                yield state
-                tries += 1
-                if tries >= most:
-                    return
+            ways.append(self._contents(tree, variants, rng, most))
+        yield from itertools.islice(_in_turn(ways), most)
 
     def _arrived(self, rng: random.Random, most: int) -> Iterator[list[Naming]]:
         number = len(self._pending)
@@ -397,9 +399,10 @@ class Disk:
             if entry in names:
                 self._walk(names, entry, f"{path}{name}/", tree)
 
-    def _contents(self, tree: dict[str, int], rng: random.Random, most: int) -> Iterator[State]:
+    def _contents(
+        self, tree: dict[str, int], found: dict[int, list[bytes]], rng: random.Random, most: int
+    ) -> Iterator[State]:
         numbers = sorted({n for n in tree.values() if n in self._files})
-        found = {n: self._files[n].variants(rng, most) for n in numbers}
         open_ones = [n for n in numbers if len(found[n]) > 1]
         # None and all of what is on its way; then each file by itself; then whatever comes.
         chosen: list[dict[int, int]] = [{}, dict.fromkeys(open_ones, 1)]
@@ -423,6 +426,17 @@ class Disk:
                 )
                 for path, n in tree.items()
             }
+
+
+def _in_turn(ways: list[Iterator[State]]) -> Iterator[State]:
+    """One of each, then the next of each, until all are at their end."""
+    while ways:
+        for way in list(ways):
+            state = next(way, None)
+            if state is None:
+                ways.remove(way)
+            else:
+                yield state
 
 
 _KINDS = {
@@ -504,7 +518,7 @@ def cut_everywhere(
 
 
 def swept_an_hour_later(folder: Path) -> bool:
-    """Whether temporary files of before the cut go then; it may be another machine's, until then."""
+    """Whether temporary files of before the cut go then; until then somebody may have them."""
     with pytest.MonkeyPatch.context() as later:
         later.setattr(atomic, "FOREIGN_ORPHAN_SECONDS", -1.0)
         atomic.sweep_orphans(folder)

@@ -30,8 +30,19 @@ class Run:
     def late_part(self, step: int) -> None:
         self._publish(step, worker=1)
 
-    def _publish(self, step: int, *, worker: int | None = None, degraded: bool = False) -> None:
+    def save_in_place_of_the_chief(self, step: int, *, part: bool) -> None:
+        """Worker 1, whose ``part`` may be there already when it hears that the chief is gone."""
+        self.saves += 1
+        if part:
+            self._publish(step, worker=1)
+        self._publish(step, degraded=True, writer=1)
+
+    def _publish(
+        self, step: int, *, worker: int | None = None, degraded: bool = False, writer: int = 0
+    ) -> None:
         document = {"save": f"life-{self.saves}", "workers": WORKERS, "degraded": degraded}
+        if worker is None:
+            document["writer"] = writer
         self.backups.publish(
             make_snapshot(step, size=10),
             document,
@@ -81,6 +92,18 @@ def test_a_part_that_came_too_late_completes_its_checkpoint(run):
     run.save(6, part=False)
     run.late_part(6)
     assert run.resumed() == (6, True)
+
+
+@pytest.mark.parametrize("part", [True, False])
+def test_what_another_has_saved_in_place_of_the_chief_is_not_of_all_workers(run, part):
+    run.save_in_place_of_the_chief(3, part=part)
+    assert run.resumed() == (3, part), "there is no other"
+    found = run.backups.newest(WORKERS)
+    assert run.backups.missing_parts(found, WORKERS) == [0]
+    found.close()
+    run.save(4)
+    run.save_in_place_of_the_chief(6, part=part)
+    assert run.resumed() == (4, True)
 
 
 def test_a_degraded_checkpoint_of_the_same_step_replaces_nothing(run):

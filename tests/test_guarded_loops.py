@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import clusters
 import pytest
 from bundle_files import leftovers
-from clusters import facts
+from clusters import FORKING, facts
+from forking import Forking
 from histories import reported
 from processes import environment
 
@@ -21,21 +22,18 @@ PROGRAM = Path(__file__).with_name("guarded_loops.py")
 EXAMPLES = ("handler", "run", "scope")
 
 
-def run(folder: Path, plan: str = "", strategy: str = "none") -> tuple[list[int], str]:
+def run(
+    forking: Forking, folder: Path, plan: str = "", strategy: str = "none"
+) -> tuple[list[int], str]:
     """Start it until it does not ask for it any more; the codes with which it ended."""
     folder.mkdir(exist_ok=True)
-    codes, output = [], ""
+    program = Path(shutil.copy(PROGRAM, folder))  # Its output goes beside it.
+    codes: list[int] = []
+    output = ""
     while not codes or codes[-1] == 42:
-        done = subprocess.run(
-            [sys.executable, PROGRAM, folder, plan, strategy],
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=120,
-        )
-        codes.append(done.returncode)
-        output += done.stdout
+        process = forking.start(environment(), program, folder, plan, strategy)
+        output += "".join(process.communicate(120))
+        codes.append(process.returncode)
         assert len(codes) < 10, output
     return codes, output
 
@@ -44,7 +42,7 @@ def launch(
     folder: Path, plan: str = "", *, codes: str = "42,143,137", restarts: int = 9
 ) -> subprocess.CompletedProcess[str]:
     folder.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "keras_safe_ckpt", "launch", "--workers=2"]
+    command = [*FORKING, "--workers=2"]
     command += [f"--max-restarts={restarts}", f"--restart-codes={codes}", "--pause-seconds=0"]
     return subprocess.run(
         [*command, PROGRAM, folder, plan, "workers"],
@@ -65,18 +63,18 @@ def result(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: Any) -> dict[str, Any]:
+def undisturbed(tmp_path_factory: Any, forking: Forking) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("undisturbed")
-    codes, output = run(folder)
+    codes, output = run(forking, folder)
     assert codes == [0], output
     found = result(folder)
     assert found["handler"]["runs"] == found["run"]["runs"] == found["scope"]["steps"] == 6
     return found
 
 
-def test_interrupted_in_each_example(tmp_path, undisturbed):
+def test_interrupted_in_each_example(tmp_path, undisturbed, forking):
     """In the second one after its last step: the loop ends before the step that was agreed on."""
-    codes, output = run(tmp_path, "0:handler:4,0:run:6,0:scope:3")
+    codes, output = run(forking, tmp_path, "0:handler:4,0:run:6,0:scope:3")
     assert codes == [42, 42, 42, 0], output
     assert result(tmp_path) == undisturbed
     for example in EXAMPLES:
@@ -94,10 +92,10 @@ def test_interrupted_in_each_example(tmp_path, undisturbed):
     assert all(save.blocked > 0 for save in first.saves)
 
 
-def test_mirrored(tmp_path):
-    codes, output = run(tmp_path / "undisturbed", strategy="mirrored")
+def test_mirrored(tmp_path, forking):
+    codes, output = run(forking, tmp_path / "undisturbed", strategy="mirrored")
     assert codes == [0], output
-    codes, output = run(tmp_path / "interrupted", "0:scope:5", strategy="mirrored")
+    codes, output = run(forking, tmp_path / "interrupted", "0:scope:5", strategy="mirrored")
     assert codes == [42, 0], output
     assert result(tmp_path / "interrupted") == result(tmp_path / "undisturbed")
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from bundle_files import leftovers, names_in, value_of
+from forking import Forked, Forking
 from keras_setup import tf
 from processes import environment, wait_until
 
@@ -85,33 +85,41 @@ else:
 """
 
 
-def begin(kind: str, part: str, folder: Path, number: int, times: int) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, kind, part, folder, str(number), str(times)],
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+class Starter:
+    """Starts the program, each time with an output of its own."""
+
+    def __init__(self, forking: Forking, kind: str, tmp_path: Path) -> None:
+        self._forking = forking
+        self._kind = kind
+        self._scripts = tmp_path / "scripts"
+        self._scripts.mkdir()
+        self._count = itertools.count()
+        self.folder = tmp_path / "ckpts"
+        self.folder.mkdir()
+
+    def begin(self, part: str, number: int, times: int) -> Forked:
+        script = self._scripts / f"{next(self._count)}.py"
+        script.write_text(PROGRAM)
+        arguments = (self._kind, part, self.folder, number, times)
+        return self._forking.start(environment(), script, *arguments)
 
 
-def ended(process: subprocess.Popen[str], seconds: float = 250) -> str:
+def ended(process: Forked, seconds: float = 250) -> str:
     out, err = process.communicate(timeout=seconds)
     assert process.returncode == 0, err[-3000:]
     return out
 
 
-def save_and_read(kind: str, tmp_path: Path, *, savers: int, times: int, readers: int) -> int:
+def save_and_read(starter: Starter, *, savers: int, times: int, readers: int) -> int:
     """How often somebody restored."""
-    folder = tmp_path / "ckpts"
-    folder.mkdir()
-    reading = [begin(kind, "read", folder, 100 + n, 0) for n in range(readers)]
-    saving = [begin(kind, "save", folder, n, times) for n in range(savers)]
+    folder = starter.folder
+    reading = [starter.begin("read", 100 + n, 0) for n in range(readers)]
+    saving = [starter.begin("save", n, times) for n in range(savers)]
     try:
         for process in saving:
             ended(process, 1500)
     finally:
-        (tmp_path / "stop").touch()
+        (folder.parent / "stop").touch()
     restored = [int(ended(process)) for process in reading]
     assert all(restored), restored
     check(folder)
@@ -138,15 +146,15 @@ def events(folder: Path) -> list[dict[str, Any]]:
 # Each of the two in one of the two ways; in both, the campaigns.
 
 
-def test_processes_save_and_read(tmp_path):
-    assert save_and_read("saver", tmp_path, savers=2, times=12, readers=1) > 0
+def test_processes_save_and_read(tmp_path, forking):
+    assert save_and_read(Starter(forking, "saver", tmp_path), savers=2, times=12, readers=1) > 0
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", ["manager", "saver"])
-def test_eight_processes_save_a_hundred_times(kind, tmp_path, record_property):
-    restored = save_and_read(kind, tmp_path, savers=8, times=100, readers=3)
+def test_eight_processes_save_a_hundred_times(kind, tmp_path, forking, record_property):
+    restored = save_and_read(Starter(forking, kind, tmp_path), savers=8, times=100, readers=3)
     assert restored >= 3
     record_property(
         "campaign",
@@ -155,43 +163,41 @@ def test_eight_processes_save_a_hundred_times(kind, tmp_path, record_property):
     )
 
 
-def kill_at_random(kind: str, tmp_path: Path, *, rounds: int, seed: int) -> int:
+def kill_at_random(starter: Starter, *, rounds: int, seed: int) -> int:
     """How many were killed while they saved."""
-    killed = 0
-    folder = tmp_path / "ckpts"
-    folder.mkdir()
+    killed, folder = 0, starter.folder
     rng = random.Random(seed)
-    reader = begin(kind, "read", folder, 100, 0)
+    reader = starter.begin("read", 100, 0)
     try:
         for round in range(rounds):
-            children = [begin(kind, "save", folder, n, 0) for n in range(2)]
+            children = [starter.begin("save", n, 0) for n in range(2)]
             for number in range(2):
-                mark = tmp_path / f"ready-{number}"
+                mark = folder.parent / f"ready-{number}"
                 wait_until(mark.exists, f"saver {number} of round {round} has saved", 120)
                 mark.unlink()
             count = len(events(folder))
             target = count + rng.randrange(1, 30)
             wait_until(lambda target=target: len(events(folder)) >= target, "they save")
             for child in children:
-                child.send_signal(signal.SIGKILL)
-                killed += child.wait(30) == -signal.SIGKILL
-                child.communicate()
+                child.kill()
+                child.communicate(30)
+                killed += child.returncode == -signal.SIGKILL
     finally:
-        (tmp_path / "stop").touch()
+        (folder.parent / "stop").touch()
     assert int(ended(reader)) > 0
-    ended(begin(kind, "save", folder, 7, 6))
+    ended(starter.begin("save", 7, 6))
     check(folder)
     return killed
 
 
-def test_savers_killed_at_random(tmp_path):
-    assert kill_at_random("manager", tmp_path, rounds=1, seed=7) == 2
+def test_savers_killed_at_random(tmp_path, forking):
+    assert kill_at_random(Starter(forking, "manager", tmp_path), rounds=1, seed=7) == 2
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", ["manager", "saver"])
-def test_savers_killed_at_random_again_and_again(kind, tmp_path, record_property):
-    killed = kill_at_random(kind, tmp_path, rounds=15, seed=1)
+def test_savers_killed_at_random_again_and_again(kind, tmp_path, forking, record_property):
+    killed = kill_at_random(Starter(forking, kind, tmp_path), rounds=15, seed=1)
     assert killed == 30
     record_property("campaign", f"{kind}: {killed} savers killed at random, a reader beside them")

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +50,6 @@ def train(wait, epochs=50, **options):
 def training(folder: Path, process: Any, until: str = "batch 1") -> Any:
     wait_until(lambda: until in notes(folder) or process.poll() is not None, "it trains")
     return process
-
-
-@pytest.fixture(scope="module")
-def forking() -> Iterator[Forking]:
-    one = Forking(environment())
-    yield one
-    one.close()
 
 
 @pytest.fixture

@@ -487,14 +487,18 @@ print(reads)
 """
 
 
-def test_eight_writers_and_four_readers_of_tensorflow(tmp_path):
+def test_eight_writers_and_four_readers_of_tensorflow(tmp_path, forking):
     with LockedTFRecordWriter(tmp_path / "all.tfrecord") as writer:
         writer.write(b"first")
-    readers = [start(READER, tmp_path) for _ in range(4)]
+    readers = []
+    for number in range(4):
+        script = tmp_path / f"reader{number}.py"
+        script.write_text(READER)
+        readers.append(forking.start(environment(), script, tmp_path))
     with ending(*readers):
-        for process in readers:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
+        for number in range(4):
+            output = tmp_path / f"reader{number}.out"
+            wait_until(lambda output=output: output.read_text() == "ready\n", "it reads")
         writers = [start(WRITER, tmp_path, me, 15) for me in range(8)]
         for process in writers:
             assert process.stdout is not None
@@ -509,5 +513,5 @@ def test_eight_writers_and_four_readers_of_tensorflow(tmp_path):
         for process in readers:
             out, err = process.communicate(timeout=120)
             assert process.returncode == 0, err
-            assert int(out) > 0
+            assert int(out.split()[1]) > 0
     assert len(records_of(tmp_path / "all.tfrecord")) >= 1 + 5 * 15 * 5

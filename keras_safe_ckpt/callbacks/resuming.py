@@ -189,9 +189,7 @@ class Resuming:
             if found is not None:
                 name = found.path.name
                 parts = self._backups.missing_parts(found, self._role.world)
-                # One that is alone saves as if it were the chief, whose values are not there then.
-                said = list(found.document.get("missing") or ()) if parts else []
-                self._missing = said or [self._role.members[number] for number in parts]
+                self._missing = [self._role.members[number] for number in parts]
             self._cohort.put("preemption/resume", [name, self._reached, self._missing])
             return found
         word = self._cohort.await_word("preemption/resume", _CHOICE_SECONDS)

@@ -109,6 +109,7 @@ class RunSaver:
                 self._cohort.put(f"parts/{name}/{self._cohort.task}", True)
                 return
             missing = self._missing_parts(self._cohort, name)
+        document["writer"] = self._role.number
         document["missing"] = list(missing)
         document["degraded"] = bool(missing)
         if missing:

@@ -104,8 +104,14 @@ class FeedFolder:
     def clear(self) -> None:
         """All of it at one moment: half of it would look like something new."""
         self.sweep()
-        with contextlib.suppress(FileNotFoundError):
+        try:
             os.replace(self.path, self._past)
+            # Before anything of it goes: after a power cut half of it could else be back.
+            sync_directory(self.path.parent)
+        except FileNotFoundError:
+            pass  # The one before was killed when it had done this.
+        except OSError as error:
+            raise CheckpointWriteError(self.target, error) from error
         self.sweep()
 
     def remove_if_empty(self) -> None:

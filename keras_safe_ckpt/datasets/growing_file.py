@@ -183,9 +183,11 @@ class GrowingFile:
 
     def _clear(self) -> None:
         # The file first: a journal without a file is nothing, a file with an old journal is wrong.
-        # Durable, since a power cut could else leave the next file with this journal.
-        if _remove(self._work) | _remove(journal_of(self._work)):
-            sync_directory(self._work.parent)
+        _remove(self._work)
+        _remove(journal_of(self._work))
+        # Durable, since a power cut could else leave the next file with this journal; also if
+        # there was none: whoever has published the last one may have removed it just now.
+        sync_directory(self._work.parent)
 
     @contextlib.contextmanager
     def _translated(self, file: JournaledFile | None) -> Iterator[None]:
@@ -254,10 +256,5 @@ def _row_count(path: Path) -> int:
         return -1
 
 
-def _remove(path: Path) -> bool:
-    """Whether there was anything."""
-    try:
-        path.unlink()
-    except FileNotFoundError:
-        return False
-    return True
+def _remove(path: Path) -> None:
+    path.unlink(missing_ok=True)

@@ -197,12 +197,16 @@ class Backups:
     def missing_parts(self, backup: Backup, workers: int) -> list[int]:
         """Which of so many workers were there when it was saved, and have no whole part in it.
 
-        The chief, number 0, has none: its part is the checkpoint itself.
+        Who has written it has none: its part is the checkpoint itself. That is the chief, number
+        0, unless it was gone: another one saves in its place then, and the chief's is missing.
         """
         then = backup.document.get("workers")
         there = min(workers, then) if isinstance(then, int) else workers
+        writer = backup.document.get("writer", 0)
         missing = []
-        for worker in range(1, there):
+        for worker in range(there):
+            if worker == writer:
+                continue
             # Looked for, whatever the checkpoint says: one that came too late is as good.
             part = self.part(worker, str(backup.document.get("save")))
             if part is None:
