@@ -695,6 +695,17 @@ def test_policy_object():
     assert files() == ["worker-0"]
 
 
+def test_a_linked_folder_is_refused_where_the_policy_makes_it_and_the_users_own_elsewhere():
+    os.mkdir("outside")
+    os.symlink("outside", "worker-0")
+    with pytest.raises(UnsafePathError, match=r"worker-0.*symbolic link"):
+        drive(SafeModelCheckpoint("m.keras", write_policy=PerWorker()), losses(0.3))
+    assert os.listdir("outside") == []
+    path = "worker-{worker}/m.keras"
+    drive(SafeModelCheckpoint(path, write_policy=PerWorker()), losses(0.3))
+    assert files("outside") == ["m.keras"]
+
+
 def test_choice_is_logged_once(monkeypatch, caplog):
     caplog.set_level(logging.INFO, "keras_safe_ckpt")
     monkeypatch.setenv("RANK", "1")

@@ -22,8 +22,8 @@ from keras_safe_ckpt.storage.events import EventLog
 from keras_safe_ckpt.storage.formats import FORMATS
 from keras_safe_ckpt.storage.keras_internals import better_direction
 from keras_safe_ckpt.storage.lookup import checkpoints_of, of_series
-from keras_safe_ckpt.storage.path_template import PathTemplate
-from keras_safe_ckpt.storage.paths import refuse_unsafe_name
+from keras_safe_ckpt.storage.path_template import WORKER, PathTemplate
+from keras_safe_ckpt.storage.paths import refuse_linked_directory, refuse_unsafe_name
 from keras_safe_ckpt.storage.retention import Checkpoint, SetAside, Veto, unless_newer
 from keras_safe_ckpt.training.best import (
     Best,
@@ -110,6 +110,7 @@ class CheckpointRun:
             saver.listener = scalars_for(callback.model, settings.log_dir, self._role, name)
             apart = self._shown.text != settings.template.text
             worker = f"worker-{self._role.number}" if apart else None
+            self._refuse_linked_folder(worker)
             with self._membership.others_told():
                 saver.open(self._template, worker, _largest_size(callback.model))
             self._events = saver.events
@@ -119,6 +120,13 @@ class CheckpointRun:
         best.mode = None
         self.direction_is_open = True
         self.settle_direction(final=False)
+
+    def _refuse_linked_folder(self, worker: str | None) -> None:
+        """The one that a policy of ours has added; those of a path are the user's."""
+        parent = self._template.parent
+        is_ours = WORKER not in self._settings.template.fields
+        if is_ours and not parent.fields and os.path.basename(parent.text) == worker:
+            refuse_linked_directory(Path(parent.fill({})))
 
     def __str__(self) -> str:
         task = f"writes {self._shown.text}" if self._writes else "does not write"

@@ -14,6 +14,7 @@ from keras_safe_ckpt.cluster.roles import Role
 from keras_safe_ckpt.errors import ClusterConfigError
 from keras_safe_ckpt.storage.atomic import write_atomically
 from keras_safe_ckpt.storage.lock_backend import Locks
+from keras_safe_ckpt.storage.paths import refuse_linked_directory
 from keras_safe_ckpt.training.backups import Backups
 
 #: How long a run waits for the one before it in the same directory, which may be ending.
@@ -41,6 +42,7 @@ class RunDirectory:
         place = Path(directory)
         if not role.alone and not role.synchronous:
             place /= f"worker-{role.number}"  # Each of these workers has a run of its own.
+            refuse_linked_directory(place)
         self.backups = Backups(place, locks=locks, max_to_keep=max_to_keep)
         if role.chief or not role.trains_together:
             # Until the run ends, or the process does; the error names who holds it.

@@ -14,7 +14,7 @@ from typing import Any
 from keras_safe_ckpt.errors import CheckpointWriteError, UnsafePathError
 from keras_safe_ckpt.storage.atomic import write_atomically
 from keras_safe_ckpt.storage.error_facts import from_facts
-from keras_safe_ckpt.storage.paths import sync_directory
+from keras_safe_ckpt.storage.paths import refuse_linked_directory, sync_directory
 
 _NO_REPLY: dict[str, Any] = {"committed": 0, "asked": {}}
 
@@ -64,7 +64,11 @@ class FeedFolder:
         """In one piece, though not durable: after a power cut nobody waits for it any more."""
         temporary = self.path / f"{name}.new"
         try:
-            temporary.write_text(json.dumps(facts), encoding="utf-8")
+            # Of one that was killed; or a link, which must not send the bytes elsewhere.
+            self.remove(temporary.name)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            with open(os.open(temporary, flags, 0o600), "w", encoding="utf-8") as file:
+                file.write(json.dumps(facts))
             os.replace(temporary, self.path / name)
         except OSError as error:
             raise CheckpointWriteError(self.target, error) from error
@@ -86,12 +90,14 @@ class FeedFolder:
     def make(self) -> None:
         """Only our own user can write into it: what is in there is believed."""
         try:
-            self.path.mkdir(mode=0o700, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                self.path.mkdir(mode=0o700)
             status = os.lstat(self.path)
         except OSError as error:
             raise CheckpointWriteError(self.target, error) from error
+        refuse_linked_directory(self.path)
         if not stat.S_ISDIR(status.st_mode):
-            raise UnsafePathError(self.path, "it is a symbolic link, and a directory was expected")
+            raise UnsafePathError(self.path, "it is a file, and a directory was expected")
         if hasattr(os, "geteuid") and status.st_uid != os.geteuid():
             raise UnsafePathError(self.path, "it belongs to another user")
         if status.st_mode & 0o022:
@@ -121,6 +127,8 @@ class FeedFolder:
 
     def sweep(self) -> None:
         """What `clear` has left when it was killed."""
+        if self._past.is_symlink():  # Nothing of ours, and a folder could not take its name.
+            self._past.unlink()
         shutil.rmtree(self._past, ignore_errors=True)
 
     @property
@@ -128,8 +136,10 @@ class FeedFolder:
         return self.path.with_name(f"{self.path.name}.past")
 
     def _read(self, name: str) -> dict[str, Any] | None:
+        path = self.path / name
         try:
-            found = json.loads((self.path / name).read_text(encoding="utf-8"))
+            # What a link leads to was not said by the owner: what it says takes the link's place.
+            found = None if path.is_symlink() else json.loads(path.read_text(encoding="utf-8"))
         except (FileNotFoundError, NotADirectoryError):
             return None
-        return dict(found)
+        return None if found is None else dict(found)

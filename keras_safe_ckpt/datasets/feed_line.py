@@ -20,6 +20,7 @@ from keras_safe_ckpt.datasets.frames import Message
 from keras_safe_ckpt.datasets.spool import SpoolWriter
 from keras_safe_ckpt.errors import CheckpointWriteError
 from keras_safe_ckpt.storage.error_facts import from_facts
+from keras_safe_ckpt.storage.paths import refuse_linked_directory
 from keras_safe_ckpt.storage.temp_names import new_temp_name
 
 #: How much a feeder may be ahead of what is in the file.
@@ -60,6 +61,7 @@ class FeedLine:
             except FileNotFoundError:
                 self._folder.raise_closed()
             except OSError as error:
+                refuse_linked_directory(self._folder.path)
                 raise CheckpointWriteError(self._target, error) from error
             self._committed = self._heard = 0
 

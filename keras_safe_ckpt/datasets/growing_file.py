@@ -177,7 +177,9 @@ class GrowingFile:
     def _set_aside(self) -> None:
         """Of earlier lives the one with the most rows stays; of equal ones the later."""
         aside = interrupted_of(self.target)
-        if not aside.exists() or _row_count(aside) <= _row_count(self._work):
+        # A link was not set aside here, whatever it leads to.
+        is_there = aside.exists() and not aside.is_symlink()
+        if not is_there or _row_count(aside) <= _row_count(self._work):
             os.replace(self._work, aside)
             sync_directory(aside.parent)
 

@@ -232,7 +232,7 @@ def streams_in(folder: Path) -> set[str]:
 
 
 def _open_folder(folder: Path) -> int:
-    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
 def _exists(name: str, folder: int) -> bool:

@@ -56,6 +56,16 @@ def refuse_unsafe_target(path: Path) -> None:
         raise UnsafePathError(path, "it is not a regular file")
 
 
+def refuse_linked_directory(path: Path) -> None:
+    """Raise if ``path``, a folder that this library makes in a directory of the user's, is a link.
+
+    On the way to that directory links are the user's own layout. In it nobody but us makes such a
+    folder: who may write there could send the files of a worker, and what is deleted, elsewhere.
+    """
+    if os.path.islink(path):
+        raise UnsafePathError(path, "it is a symbolic link, and a directory was expected")
+
+
 def refuse_long_name(path: Path, longest: Path) -> None:
     """Raise if ``longest``, a file that comes to stand beside ``path``, cannot have its name."""
     size = len(os.fsencode(path.name))

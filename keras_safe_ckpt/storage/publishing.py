@@ -163,7 +163,8 @@ class Publisher:
         aside = self._directory / aside_name(target.name, number)
         try:
             while os.path.lexists(aside):
-                if os.path.samefile(target, aside):
+                # Not what a link leads to: it would lead to the new one after the rename.
+                if os.path.samestat(os.lstat(target), os.lstat(aside)):
                     return  # By one that was killed, or failed, before it took its place.
                 number += 1
                 aside = self._directory / aside_name(target.name, number)

@@ -20,6 +20,7 @@ from keras_safe_ckpt.storage.formats import format_of
 from keras_safe_ckpt.storage.formats.format import EXTRA_GROUP, OpenCheckpoint
 from keras_safe_ckpt.storage.lock_backend import Locks
 from keras_safe_ckpt.storage.manifest import Manifest
+from keras_safe_ckpt.storage.paths import refuse_linked_directory
 from keras_safe_ckpt.storage.restore import load_opened, none_is_whole
 from keras_safe_ckpt.storage.retention import Checkpoint, KeepAny, KeepNewest
 from keras_safe_ckpt.storage.snapshot import Snapshot
@@ -231,8 +232,10 @@ class Backups:
 
     def _part_store(self, worker: int) -> CheckpointStore:
         if worker not in self._parts:
+            folder = self._part_folder(worker)
+            refuse_linked_directory(folder)
             self._parts[worker] = CheckpointStore(
-                self._part_folder(worker), locks=self.store.locks, worker=f"worker-{worker}"
+                folder, locks=self.store.locks, worker=f"worker-{worker}"
             )
         return self._parts[worker]
 

@@ -122,6 +122,8 @@ def _unfinished(directory: Path) -> Iterator[Path]:
         return
     orphans = set(find_orphans(directory))
     for path in (directory / name for name in folders):
+        if path.is_symlink():
+            continue  # Nobody's folder: what it leads to would be taken for a journal, and removed.
         if (path in orphans and path.is_dir()) or (path / _ABANDONED).exists():
             yield path
 
