@@ -23,12 +23,18 @@ from keras_safe_ckpt.datasets.worker_files import interrupted_of, rows_in, unfin
 from keras_safe_ckpt.errors import CheckpointWriteError, CorruptCheckpointError
 from keras_safe_ckpt.storage.atomic import sweep_orphans
 from keras_safe_ckpt.storage.journaled_file import JournaledFile, journal_of, recover
-from keras_safe_ckpt.storage.paths import refuse_unsafe_target, sync_directory
+from keras_safe_ckpt.storage.paths import (
+    closed_as,
+    refuse_unsafe_target,
+    sync_directory,
+)
 
 _log = logging.getLogger(__name__)
 
 #: Changes that wait in memory for a commit; with more of them there is one at once.
 _MOST_WAITING_BYTES = 64 << 20
+#: At once, of a file that is gone on with.
+_COPIED_BYTES = 8 << 20
 #: What h5py raises, and what comes out of it when there is no memory; these very types.
 _OF_HDF5 = (OSError, RuntimeError, ValueError, TypeError, KeyError, MemoryError, SystemError)
 
@@ -45,7 +51,7 @@ class GrowingFile:
             self.note = b""
             sweep_orphans(target.parent)
             is_resumed = self._made_ready(resume)
-            self._file = JournaledFile(self._work)
+            self._file = JournaledFile(self._work, closed_as(target))
         try:
             with self._translated(self._file):
                 self.h5 = self._opened("r+" if is_resumed else "w")
@@ -167,7 +173,13 @@ class GrowingFile:
             self._clear()
             if source is None:
                 return False
-            shutil.copyfile(source, self._work)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            # Not `copyfile`, which would open it to all first, and follow a link.
+            with (
+                open(source, "rb") as former,
+                open(os.open(self._work, flags, closed_as(source)), "wb") as copy,
+            ):
+                shutil.copyfileobj(former, copy, _COPIED_BYTES)
             return True
         if left is not None:
             self._set_aside()

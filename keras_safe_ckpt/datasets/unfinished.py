@@ -72,7 +72,7 @@ def rescue(path: Path, out: str | os.PathLike[str]) -> Path:
             raise CheckpointNotFoundError(
                 path, "its writer was interrupted before its first flush", what="data"
             )
-        with open(path, "rb") as source, StagedFile(goal) as staged:
+        with open(path, "rb") as source, StagedFile(goal, closed_like=[path]) as staged:
             while data := source.read(_BLOCK_BYTES):
                 staged.write(data)
             staged.sync()

@@ -2,7 +2,8 @@
 
 The stages of a `StagedFile`, in this order::
 
-    open      a unique temporary file beside the target, so that the rename cannot cross devices
+    open      a unique temporary file beside the target, so that the rename cannot cross devices;
+              closed to whom the umask, or the mode of what it replaces, closes it
     write     by the caller, front to back
     sync      fsync: the bytes are on the disk before the name points to them
     commit    os.replace, then fsync of the directory: the name is on the disk as well
@@ -29,6 +30,7 @@ from keras_safe_ckpt.storage.block_writer import BlockWriter
 from keras_safe_ckpt.storage.locks import claim, relax
 from keras_safe_ckpt.storage.paths import (
     absolute,
+    closed_as,
     let_go,
     make_directory,
     refuse_unsafe_target,
@@ -46,6 +48,9 @@ FOREIGN_ORPHAN_SECONDS = 3600.0
 class StagedFile:
     """A file on its way to ``target``; use it as a context manager.
 
+    ``closed_like`` are files whose content goes into it: it is open to nobody to whom they, or what
+    it replaces, are closed.
+
     Leaving the block without `commit`, for whatever reason, is a rollback::
 
         with StagedFile("model.weights.h5") as staged:
@@ -54,14 +59,22 @@ class StagedFile:
             staged.commit()
     """
 
-    def __init__(self, target: str | os.PathLike[str], *, step: int | None = None) -> None:
+    def __init__(
+        self,
+        target: str | os.PathLike[str],
+        *,
+        step: int | None = None,
+        closed_like: Sequence[Path] = (),
+    ) -> None:
         self.target = absolute(target)
         self.step = step
         refuse_unsafe_target(self.target)
         make_directory(self.target.parent)
         self._synced = False
         with self._translated():
-            self.temp_path, self._descriptor = _open_unique(self.target)
+            self.temp_path, self._descriptor = _open_unique(
+                self.target, closed_as(self.target, *closed_like)
+            )
         self._blocks = BlockWriter(self.temp_path, self._descriptor)
 
     def __enter__(self) -> StagedFile:
@@ -169,9 +182,11 @@ def commit_in_order(staged: Sequence[StagedFile]) -> None:
     last.commit()
 
 
-def write_atomically(target: str | os.PathLike[str], data: bytes) -> None:
+def write_atomically(
+    target: str | os.PathLike[str], data: bytes, *, closed_like: Sequence[Path] = ()
+) -> None:
     """All of ``data``, durable, or the old content."""
-    with StagedFile(target) as staged:
+    with StagedFile(target, closed_like=closed_like) as staged:
         staged.write(data)
         staged.sync()
         staged.commit()
@@ -251,11 +266,11 @@ def sync_file(path: str | os.PathLike[str]) -> None:
         let_go(descriptor)
 
 
-def _open_unique(target: Path) -> tuple[Path, int]:
+def _open_unique(target: Path, mode: int) -> tuple[Path, int]:
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     while True:
         path = target.parent / new_temp_name(target.name)
-        descriptor = os.open(path, flags, 0o666)
+        descriptor = os.open(path, flags, mode)
         try:
             if _claim_if_possible(descriptor) and _is_still(path, descriptor):
                 return path, descriptor

@@ -52,15 +52,15 @@ class JournaledFile:
     the file of its parent. `commit` raises the error; look for it before that.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Open a file that was recovered, or make a new one."""
+    def __init__(self, path: Path, mode: int = 0o666) -> None:
+        """Open a file that was recovered, or make a new one of this mode, less the umask."""
         self.path = path
         self.error: BaseException | None = None
         self._pid = os.getpid()
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         #: Whether it has the name that it was written for.
         self.is_published = False
-        self._descriptor = os.open(path, flags, 0o666)
+        self._descriptor = os.open(path, flags, mode)
         try:
             self._size = self._committed = os.fstat(self._descriptor).st_size
         except BaseException:
@@ -135,7 +135,9 @@ class JournaledFile:
             self._set_size()
             self._early_sync.finish()
             os.fsync(self._descriptor)
-            write_atomically(journal_of(self.path), self._journal(note))
+            # It holds parts of the file.
+            journal = self._journal(note)
+            write_atomically(journal_of(self.path), journal, closed_like=[self.path])
             for number, content in self._pages.items():
                 write_all(self._descriptor, content, number * _PAGE)
             # A last page that is not whole was written to its end.

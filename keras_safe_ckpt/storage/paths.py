@@ -56,6 +56,20 @@ def refuse_unsafe_target(path: Path) -> None:
         raise UnsafePathError(path, "it is not a regular file")
 
 
+def closed_as(*paths: Path) -> int:
+    """The mode for a new file that holds what these hold, or replaces them; less the umask.
+
+    Who may not read one of them may not read the new one either, nor while it is on its way. Its
+    owner always may: a file that nobody can write to could not be gone on with.
+    """
+    mode = 0o666
+    for path in paths:
+        # Nothing is there, mostly; what else may be wrong is found when it is written.
+        with contextlib.suppress(OSError):
+            mode &= os.lstat(path).st_mode | 0o600
+    return mode
+
+
 def refuse_linked_directory(path: Path) -> None:
     """Raise if ``path``, a folder that this library makes in a directory of the user's, is a link.
 
