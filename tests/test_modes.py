@@ -69,7 +69,7 @@ def check_modes(name: str, folder: Path, umask: int, prepare=None) -> tuple[int,
 @pytest.mark.parametrize("umask", [0o077, 0o000])
 @pytest.mark.parametrize("name", ["set aside", "append", "run", "worker file, set aside"])
 def test_never_more_than_the_umask_allows(tmp_path, name, umask):
-    check_modes(name, tmp_path, umask)
+    check_modes(name, tmp_path / "watched", umask)
 
 
 @pytest.mark.campaign

@@ -21,7 +21,7 @@ from keras_safe_ckpt import CentralH5Writer, CheckpointStore, WorkerH5Writer
 from keras_safe_ckpt.datasets.feed import Feed
 from keras_safe_ckpt.errors import UnsafePathError
 from keras_safe_ckpt.storage.bundles.directory import BundleDirectory
-from keras_safe_ckpt.storage.bundles.recovery import reading
+from keras_safe_ckpt.storage.bundles.recovery import Journal, reading
 from keras_safe_ckpt.storage.temp_names import new_temp_name
 
 
@@ -33,8 +33,8 @@ def test_a_link_at_each_path_that_is_written(tmp_path, name):
 
 def test_what_is_written_is_seen(tmp_path):
     """Else no link would be planted anywhere, and none be followed."""
-    calls = watch("set aside", tmp_path, WRITTEN["set aside"].prepare)
-    paths, _ = written_in(calls, tmp_path / "place")
+    calls = watch("set aside", tmp_path / "watched", WRITTEN["set aside"].prepare)
+    paths, _ = written_in(calls, tmp_path / "watched" / "place")
     visible = {str(one.path) for one in paths if not one.path.name.endswith(".kscktmp")}
     assert visible == {
         "m.weights.h5",
@@ -123,8 +123,9 @@ def test_a_link_in_the_place_of_an_abandoned_checkpoint_is_nobodys(tmp_path):
     place, outside = tmp_path / "place", tmp_path / "outside"
     place.mkdir()
     outside.mkdir()
-    for name in ("abandoned", "journal.json"):
-        (outside / name).write_text("{}")
+    (outside / "abandoned").touch()
+    journal = Journal("ckpt-1", [], "checkpoint", is_listed=False, for_ever=False)
+    journal.write(outside, durably=False)
     (place / new_temp_name("ckpt-1")).symlink_to(outside)
     with reading(BundleDirectory(place)):
         pass

@@ -90,14 +90,14 @@ def judged(told: dict[str, Any], saves: int, warm_up: int) -> str:
     )
 
 
-def test_hundreds_of_saves_leave_nothing_open(tmp_path):
-    check_flat(tmp_path, 250, 100)
+def test_saves_leave_nothing_behind(tmp_path):
+    check_flat(tmp_path, 150, 75)
 
 
 @pytest.mark.parametrize(("leaks", "seen"), [("snapshot", "grown"), ("descriptor", "fds")])
 def test_a_leak_would_be_seen(tmp_path, leaks, seen):
     with pytest.raises(AssertionError, match=seen):
-        check_flat(tmp_path, 200, 100, leaks)
+        check_flat(tmp_path, 150, 75, leaks)
 
 
 @pytest.mark.campaign
