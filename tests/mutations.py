@@ -95,8 +95,8 @@ MUTATIONS = (
     Mutation(
         "A temporary file whose writer lives is not swept",
         "storage/atomic.py",
-        "(owner.is_on_this_machine() or old) and _claim_if_possible(descriptor)",
-        "owner.is_on_this_machine() or old",
+        "return due and _claim_if_possible(descriptor)",
+        "return due",
         "tests/test_atomic.py::test_old_temp_of_another_machine_that_is_locked_is_not_swept",
     ),
     Mutation(

@@ -298,13 +298,26 @@ def _tracer_of(pid: int) -> int:
     return int(found)
 
 
+def _waits_in(pid: int) -> str:
+    """The number of the system call in which it sleeps; "" if it does not."""
+    try:
+        number = Path(f"/proc/{pid}/syscall").read_text().split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return number if number.isdecimal() else ""
+
+
 @contextlib.contextmanager
 def _attached(pid: int, log: Path, options: tuple[str, ...]) -> Iterator[subprocess.Popen[str]]:
     command = ["strace", "-f", "-y", "-qq", "-o", str(log), *options, "-p", str(pid)]
+    wait_until(lambda: _waits_in(pid) != "", "it waits to be let go")
+    waits_in = _waits_in(pid)
     tracer = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
+        # It is stopped for a moment, and goes on waiting in another call (`restart_syscall`):
+        # before that, strace is its tracer already, and does not see yet what it does.
         wait_until(
-            lambda: tracer.poll() is not None or _tracer_of(pid) == tracer.pid,
+            lambda: tracer.poll() is not None or _waits_in(pid) not in ("", waits_in),
             "strace has attached",
         )
         assert tracer.poll() is None, tracer.stderr and tracer.stderr.read()

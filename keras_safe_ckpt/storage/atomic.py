@@ -21,7 +21,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -237,14 +237,20 @@ def sweep_orphans(directory: Path) -> list[str]:
     return swept
 
 
-def find_orphans(directory: Path) -> Iterator[Path]:
-    """The temporary files and directories in ``directory`` whose owners are gone."""
+def find_orphans(
+    directory: Path, is_settled: Callable[[Path], bool] = lambda path: False
+) -> Iterator[Path]:
+    """The temporary files and directories in ``directory`` whose owners are gone.
+
+    Of another machine, or from before a restart of this one, only those that are old; or of which
+    ``is_settled`` says that their owners would have claimed them by now.
+    """
     with os.scandir(directory) as entries:
         names = [entry.name for entry in entries if owner_of(entry.name)]
     for name in names:
         path = directory / name
         try:
-            orphan = _is_orphan(path)
+            orphan = _is_orphan(path, is_settled)
         except OSError as error:
             _log_unswept(path, error)
             continue
@@ -304,7 +310,7 @@ def _is_still(path: Path, descriptor: int) -> bool:
         return False
 
 
-def _is_orphan(path: Path) -> bool:
+def _is_orphan(path: Path, is_settled: Callable[[Path], bool]) -> bool:
     owner = owner_of(path.name)
     if owner is None or owner.is_running():
         return False
@@ -317,7 +323,8 @@ def _is_orphan(path: Path) -> bool:
             return False
         old = time.time() - status.st_mtime > FOREIGN_ORPHAN_SECONDS
         # Not even touched before it is old: its owner may be about to claim it.
-        return (owner.is_on_this_machine() or old) and _claim_if_possible(descriptor)
+        due = owner.is_on_this_machine() or old or is_settled(path)
+        return due and _claim_if_possible(descriptor)
     finally:
         let_go(descriptor)
 

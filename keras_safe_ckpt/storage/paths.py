@@ -64,9 +64,12 @@ def closed_as(*paths: Path) -> int:
     """
     mode = 0o666
     for path in paths:
-        # Nothing is there, mostly; what else may be wrong is found when it is written.
-        with contextlib.suppress(OSError):
+        try:
             mode &= os.lstat(path).st_mode | 0o600
+        except FileNotFoundError:
+            continue
+        except OSError:
+            mode &= 0o600  # Nobody knows: it is rather closed than open to whom it was not.
     return mode
 
 

@@ -53,6 +53,7 @@ class Journal:
         if durably:
             sync_file(path)
             sync_directory(folder)
+            sync_directory(folder.parent)  # Its own name: what is replaced is in there only.
 
     @staticmethod
     def read(folder: Path) -> Journal | None:
@@ -120,7 +121,9 @@ def _unfinished(directory: Path) -> Iterator[Path]:
         return
     if not folders:
         return
-    orphans = set(find_orphans(directory))
+    # A journal is written and removed under the lock of those who publish: whoever has that lock
+    # and finds one knows that its owner is gone, or was stopped by a power cut, however late it is.
+    orphans = set(find_orphans(directory, lambda path: (path / _JOURNAL).exists()))
     for path in (directory / name for name in folders):
         if path.is_symlink():
             continue  # Nobody's folder: what it leads to would be taken for a journal, and removed.
