@@ -1,4 +1,7 @@
-"""Lines on which guarantees rest, what they are replaced by, and the test that has to notice."""
+"""Lines on which guarantees rest, what they are replaced by, and the test that has to notice.
+
+``python tests/mutations.py`` prints the table of `docs/reliability.md`.
+"""
 
 from __future__ import annotations
 
@@ -76,6 +79,13 @@ MUTATIONS = (
         "os.fsync(self._descriptor)\n            write_atomically(",
         "write_atomically(",
         f"{DATA}[worker, flushed]",
+    ),
+    Mutation(
+        "Rows behind some that a power cut took are not taken for the next ones",
+        "datasets/spool.py",
+        "if link != _LINK.pack(_LINK_MARK, self.size):",
+        "if False:",
+        "tests/test_central_h5.py::test_nothing_behind_a_gap_is_read",
     ),
     # Never torn, never worse.
     Mutation(
@@ -190,6 +200,57 @@ MUTATIONS = (
         "self._best.learn(value if checkpoint is not None else veto.kept)",
         "pass",
         "tests/test_model_checkpoint.py::test_best_advances_only_when_its_file_is_durable",
+    ),
+    Mutation(
+        "What is replaced under its own name is in a folder that a power cut does not take",
+        "storage/bundles/recovery.py",
+        "            sync_directory(folder.parent)",
+        "            pass",
+        "tests/test_power_cut_bundles.py::test_what_was_published_outlives_a_power_cut[replaced]",
+    ),
+    Mutation(
+        "And is put back at once, whichever machine finds it",
+        "storage/bundles/recovery.py",
+        "lambda path: (path / _JOURNAL).exists()",
+        "lambda path: False",
+        "tests/test_power_cut_bundles.py::test_what_was_published_outlives_a_power_cut[replaced]",
+    ),
+    # Attackers.
+    Mutation(
+        "A former checkpoint is set aside although a link to it has the name",
+        "storage/publishing.py",
+        "os.path.samestat(os.lstat(target), os.lstat(aside))",
+        "os.path.samefile(target, aside)",
+        "tests/test_planted_links.py::test_a_former_one_is_kept_although_a_link_to_it_has_the_name",
+    ),
+    Mutation(
+        "The folder of a worker is never a link",
+        "training/backups.py",
+        "refuse_linked_directory(folder)",
+        "pass",
+        "tests/test_planted_links.py::test_a_link_at_each_path_that_is_written[run]",
+    ),
+    Mutation(
+        "What replaces a closed file is closed",
+        "storage/atomic.py",
+        "closed_as(self.target, *closed_like)",
+        "0o666",
+        "tests/test_modes.py::test_a_closed_checkpoint_stays_closed",
+    ),
+    Mutation(
+        "So is the journal of a closed file",
+        "storage/journaled_file.py",
+        "closed_like=[self.path]",
+        "closed_like=[]",
+        "tests/test_modes.py::test_a_closed_data_file_stays_closed_on_its_way",
+    ),
+    # Long runs.
+    Mutation(
+        "A save leaves no descriptor open",
+        "storage/atomic.py",
+        "let_go(descriptor)  # Synced by now, or never to be published.",
+        "pass",
+        "tests/test_soak.py::test_saves_leave_nothing_behind",
     ),
     # Locks.
     Mutation(
@@ -317,3 +378,18 @@ MUTATIONS = (
         "tests/test_backups.py::test_a_part_of_the_same_step_replaces_none_that_is_needed",
     ),
 )
+
+
+def table() -> str:
+    """Each guarantee, with the file of its line and the test that fails without it."""
+    rows = [
+        f"| {mutation.guarantee} | `{mutation.module}` | `{mutation.test}` |"
+        for mutation in MUTATIONS
+    ]
+    return "\n".join(
+        ["| what is guaranteed | where | the test that fails without it |", "|---|---|---|", *rows]
+    )
+
+
+if __name__ == "__main__":
+    print(table())

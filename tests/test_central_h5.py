@@ -47,6 +47,7 @@ from keras_safe_ckpt.errors import (
     SafeCheckpointError,
     UnsafePathError,
 )
+from keras_safe_ckpt.storage.temp_names import owner_of
 
 pytestmark = pytest.mark.usefixtures("alone_in_a_folder")
 
@@ -1056,6 +1057,47 @@ def test_segments_are_removed_from_the_oldest_on(tmp_path, monkeypatch):
     reader.release(4)
     assert removed == ["stream.1", "stream.2", "stream.3"]
     assert sorted(spool.segments_of(tmp_path, "stream")) == [4]
+
+
+@pytest.mark.parametrize("left_of_it", [None, 0, 40])
+def test_nothing_behind_a_gap_is_read(tmp_path, monkeypatch, caplog, left_of_it):
+    """A power cut takes what was not flushed, and need not take the last of it first."""
+    monkeypatch.setattr(spool, "SEGMENT_BYTES", 10)
+    writer = spool.SpoolWriter(tmp_path, "stream")
+    for number in range(4):
+        writer.write(Message("x", np.full(3, number)))
+    writer.rest()
+    if left_of_it is None:
+        (tmp_path / "stream.1").unlink()
+    else:
+        os.truncate(tmp_path / "stream.1", left_of_it)
+    reader = spool.SpoolReader(tmp_path, "stream")
+    assert reader.read().rows.tolist() == [0, 0, 0]
+    assert reader.read() is None
+    assert not reader.has_more()
+    is_said = "stream.2: rows that were not flushed are lost, by a power cut" in caplog.text
+    assert is_said or left_of_it is None, "without the next segment it looks like the end"
+
+
+def test_a_stream_without_its_beginning_is_refused_unless_a_power_cut_took_it(
+    tmp_path, monkeypatch, caplog
+):
+    prepare_streams(tmp_path)
+    folder = tmp_path / ".all.h5.feeds"
+    for first in folder.glob("*.kscktmp.0"):
+        (first.with_suffix(".1")).write_bytes(first.read_bytes())
+        first.unlink()
+    with (
+        pytest.raises(CorruptCheckpointError, match="the file that has those before is gone"),
+        CentralH5Writer(tmp_path / "all.h5"),
+    ):
+        pass
+    for stream in folder.glob("*.kscktmp.1"):
+        owner = owner_of(stream.stem)
+        stream.rename(stream.with_name(stream.name.replace(owner.boot, "0badb007")))
+    with CentralH5Writer(tmp_path / "all.h5") as writer:
+        writer.feed().append("x", [5])
+    assert values(tmp_path / "all.h5", "x") == [5]
 
 
 @pytest.mark.parametrize("when", [1, 2])

@@ -109,7 +109,10 @@ class CentralFile:
         """Take what each stream has, up to a limit; whether there was anything."""
         for name in streams_in(self._folder.path) - set(self._streams):
             first = min(segments_of(self._folder.path, name), default=0)
-            if first:
+            owner = owner_of(name)
+            # Of before a restart of the machine it is read from its beginning, which a power cut
+            # may have taken: then nothing of it was ever flushed, and the reader says so.
+            if first and (owner is None or owner.is_on_this_machine()):
                 raise CorruptCheckpointError(
                     self._folder.target,
                     f"the rows of a feeder go on in {segment_name(name, first)}, and the file that "

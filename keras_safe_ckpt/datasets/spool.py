@@ -5,12 +5,16 @@ frames to spool files of its own, and the owner of the HDF5 file reads them from
 pace. A frame that is not whole was not appended: its feeder was killed in the middle.
 
 A stream is what one feeder writes: the segments ``STREAM.0``, ``STREAM.1``, ... one after another.
+Each but the first begins with how much of the stream comes before it: a power cut may have taken
+some of that, and rows behind a gap must not look as if they came next.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,8 +29,13 @@ from keras_safe_ckpt.datasets.frames import (
     encoded,
 )
 
+_log = logging.getLogger(__name__)
+
 #: When a segment is larger than this, the next one begins.
 SEGMENT_BYTES = 16 << 20
+#: The beginning of a segment: a mark, and how many bytes of its stream come before it.
+_LINK = struct.Struct("<8sQ")
+_LINK_MARK = b"ksck-seg"
 
 
 class SpoolWriter:
@@ -56,6 +65,9 @@ class SpoolWriter:
         if start >= SEGMENT_BYTES:
             self._begin_next_segment(start)
             start = 0
+        segment, before = self._place
+        if segment and not start:
+            parts.insert(0, _LINK.pack(_LINK_MARK, before))
         try:
             _write_all(self._descriptor, parts)
         except BaseException:
@@ -124,6 +136,8 @@ class SpoolReader:
         self.size = size
         self._descriptor = -1
         self._oldest: int | None = None
+        #: A power cut has taken what comes next: nothing behind it is read.
+        self._is_cut = False
 
     @property
     def position(self) -> tuple[int, int, int]:
@@ -134,7 +148,7 @@ class SpoolReader:
         """The next frame; None if there is none yet that is whole."""
         while True:
             message = self._read_frame()
-            if message is not None or not self._has_next_segment():
+            if message is not None or self._is_cut or not self._has_next_segment():
                 return message
             # Looked at again: it may have grown between the two looks.
             message = self._read_frame()
@@ -146,6 +160,8 @@ class SpoolReader:
 
     def has_more(self) -> bool:
         """Whether there is something behind; if it cannot be read, it is half a frame."""
+        if self._is_cut:
+            return False
         with contextlib.suppress(FileNotFoundError):
             if os.stat(self._path(self.segment)).st_size > self.offset:
                 return True
@@ -180,8 +196,27 @@ class SpoolReader:
     def _has_next_segment(self) -> bool:
         return self._path(self.segment + 1).exists()
 
+    def _is_linked(self) -> bool:
+        """At the beginning of a segment: whether it goes on where the one before has ended."""
+        link = os.pread(self._descriptor, _LINK.size, 0)
+        if len(link) < _LINK.size:
+            return False  # It is about to be written.
+        if link != _LINK.pack(_LINK_MARK, self.size):
+            self._is_cut = True
+            _log.warning(
+                "%s: rows that were not flushed are lost, by a power cut, and those after them are "
+                "left out",
+                segment_name(self.stream, self.segment),
+            )
+            return False
+        self.offset = _LINK.size
+        self.size += _LINK.size
+        return True
+
     def _read_frame(self) -> Message | None:
-        if not self._opened():
+        if self._is_cut or not self._opened():
+            return None
+        if self.segment and not self.offset and not self._is_linked():
             return None
         head = os.pread(self._descriptor, HEADER.size, self.offset)
         if len(head) < HEADER.size:
