@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import threading
 
@@ -14,25 +15,28 @@ class EarlySync:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._waiting = 0
-        self._thread: threading.Thread | None = None
+        self._is_done = threading.Event()
+        self._is_done.set()
         self._error: OSError | None = None
 
     def add(self, count: int) -> None:
         """So many bytes were written."""
         self._waiting += count
-        if self._waiting < _STEP_BYTES or (self._thread is not None and self._thread.is_alive()):
+        if self._waiting < _STEP_BYTES or not self._is_done.is_set():
             return
-        thread = threading.Thread(target=self._sync, name="keras_safe_ckpt-sync", daemon=True)
+        self._is_done.clear()
         try:
-            thread.start()
+            # Not a `threading.Thread`, whose start is waited for: this may be a call of HDF5's,
+            # which holds h5py's lock, and garbage that the new thread comes by may need that.
+            _thread.start_new_thread(self._sync, ())
         except RuntimeError:
+            self._is_done.set()
             return  # An interpreter that is shutting down starts no threads; nothing is lost.
-        self._thread, self._waiting = thread, 0
+        self._waiting = 0
 
     def finish(self) -> None:
         """Wait for what was begun; raise what the disk has said."""
-        if self._thread is not None:
-            self._thread.join()
+        self._is_done.wait()
         # The kernel tells each error once: the sync that follows would not hear of it.
         if self._error is not None:
             raise self._error
@@ -42,3 +46,5 @@ class EarlySync:
             os.fdatasync(self._descriptor)
         except OSError as error:
             self._error = error
+        finally:
+            self._is_done.set()
