@@ -931,19 +931,25 @@ except MemoryError:
             assert np.array_equal(ids, np.arange(400_000))
 
 
-def test_long_texts_are_merged_a_few_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(joining, "_BLOCK_BYTES", 1000)
-    blocks: list[int] = []
-    text_bytes = joining._text_bytes
-    monkeypatch.setattr(
-        joining, "_text_bytes", lambda block: blocks.append(len(block)) or text_bytes(block)
-    )
+@pytest.mark.parametrize("sort_key", [None, "id"])
+def test_long_texts_are_merged_a_few_at_a_time(tmp_path, monkeypatch, sort_key):
+    """As many as fit if all were as long as the longest heap of the file; also within a row."""
+    monkeypatch.setattr(joining, "_TEXT_BYTES", 1 << 20)
     texts = [*200 * ["x" * 5000], *1000 * ["y"]]
-    write(tmp_path, 0, 1, text=texts)
-    merge_worker_files(tmp_path, tmp_path / "all.h5")
-    assert merged(tmp_path / "all.h5")["text"] == texts
-    assert set(blocks[:190]) == {1}, "as many long texts at once as fit"
-    assert max(blocks) > 50, "one short text at a time"
+    with h5py.File(tmp_path / "worker-00000.h5", "w") as file:
+        file["id"] = np.arange(3)
+        file["text"] = np.array(texts, object).reshape(3, 400)
+    blocks: list[int] = []
+    text_bytes = joining.text_bytes
+    monkeypatch.setattr(
+        joining, "text_bytes", lambda block: blocks.append(block.size) or text_bytes(block)
+    )
+    merge_worker_files(tmp_path, tmp_path / "all.h5", sort_key=sort_key)
+    with h5py.File(tmp_path / "all.h5") as file:
+        assert file["text"].asstr()[:].reshape(-1).tolist() == texts
+    read = [size for size in blocks if size not in (3, 400)]
+    assert len(read) >= 1200 // 26, "too many at once"
+    assert max(read) <= (1 << 20) // 40_000
 
 
 def test_eight_writers_and_four_readers(tmp_path):

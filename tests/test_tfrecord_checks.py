@@ -382,6 +382,7 @@ def test_a_record_within_a_damaged_record_is_not_taken_for_one(tmp_path):
 def test_a_search_across_blocks(tmp_path, monkeypatch):
     from keras_safe_ckpt.datasets import verification
 
+    monkeypatch.setattr(verification, "_FIRST_SEARCH_BYTES", 64)
     monkeypatch.setattr(verification, "_SEARCH_BYTES", 64)
     records = [os.urandom(300), os.urandom(200), b"good"]
     path = write_plain(tmp_path / "t", records)

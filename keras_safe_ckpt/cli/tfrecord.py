@@ -17,6 +17,9 @@ from keras_safe_ckpt.cli.screen import (
 )
 from keras_safe_ckpt.errors import CorruptCheckpointError
 
+#: Ranges that were left out; of a file that was made so there may be a million.
+_MOST_SHOWN = 20
+
 
 def add_parser(commands: Any) -> None:
     """Add the commands to the parser of the program."""
@@ -126,7 +129,11 @@ def _repair(options: argparse.Namespace) -> int:
         )
     else:
         console().print(f"Wrote {report.records:,} records to {shown_path(report.path)}.")
-        for begin, end in report.left_out:
+        for begin, end in report.left_out[:_MOST_SHOWN]:
             until = "the end" if end < 0 else f"{end:,}"
             console().print(f"Left out: bytes {begin:,} to {until}.")
+        if len(report.left_out) > _MOST_SHOWN:
+            console().print(
+                f"Left out: {len(report.left_out) - _MOST_SHOWN:,} more ranges (--json has all)."
+            )
     return 1 if report.left_out else 0

@@ -104,7 +104,9 @@ def _bytes(value: Any) -> bytes:
 
 
 def _texts(data: memoryview, shape: tuple[int, ...]) -> Array:
-    count = int(np.prod(shape, dtype=np.int64))
+    count = int(np.prod(shape, dtype=object))
+    if not 0 <= 8 * count <= len(data):
+        raise ValueError(f"{count:,} texts in {len(data):,} bytes")
     lengths = np.frombuffer(data[: 8 * count], "<i8")
     texts = np.empty(count, object)
     position = 8 * count

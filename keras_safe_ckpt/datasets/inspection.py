@@ -15,7 +15,9 @@ from typing import Any
 import h5py
 import numpy as np
 
+from keras_safe_ckpt.datasets.packed_chunks import trouble_with
 from keras_safe_ckpt.datasets.rows import Array
+from keras_safe_ckpt.datasets.text_bounds import longest_text, texts_in
 from keras_safe_ckpt.errors import MergeConflictError
 
 _MOST_OBJECTS = 100_000
@@ -25,6 +27,10 @@ _MOST_BYTES_PER_BYTE = 1100
 _SPARE_BYTES = 64 << 20
 #: A chunk is in memory as a whole. Ours are much smaller.
 _MOST_CHUNK_BYTES = 256 << 20
+#: A single value, and an attribute, is in memory as a whole.
+_MOST_SINGLE_BYTES = 64 << 20
+#: So are its texts, each of which may be the longest of the file.
+_MOST_TEXT_BYTES = 512 << 20
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,8 @@ class FileFacts:
     size: int
     #: Device and number of all of these.
     inodes: frozenset[tuple[int, ...]]
+    #: No text that is read from it is longer; 0 if there are none.
+    longest_text: int = 0
 
     def check_unchanged(self) -> None:
         """Raise `MergeConflictError` if it is another file by now."""
@@ -85,14 +93,19 @@ def opened(path: Path) -> h5py.File:
         raise MergeConflictError("/", [str(path)], reason) from error
 
 
-def inspect(path: Path) -> FileFacts:
-    """Everything that is in the file, or `MergeConflictError` for what is refused."""
-    return _Inspection(path).facts()
+def inspect(path: Path, *, unpacks: bool = True) -> FileFacts:
+    """Everything that is in the file, or `MergeConflictError` for what is refused.
+
+    ``unpacks``: rows will be read, so that compressed ones must unpack to what they should.
+    """
+    return _Inspection(path, unpacks).facts()
 
 
 class _Inspection:
-    def __init__(self, path: Path, seen: frozenset[str] = frozenset()) -> None:
+    def __init__(self, path: Path, unpacks: bool, seen: frozenset[str] = frozenset()) -> None:
         self._path = path
+        self._unpacks = unpacks
+        self._longest_text: int | None = None
         self._seen = seen | {path.name}
         self._sources: dict[Path, FileFacts] = {}
         #: Virtual datasets, and those of this file that they show.
@@ -118,7 +131,13 @@ class _Inspection:
                 raise self._refused("/", f"it is damaged ({_first_line(error)})") from error
         inodes = {identity[:2]}.union(*(source.inodes for source in self._sources.values()))
         return FileFacts(
-            self._path, self._datasets, self._groups, identity, self._size, frozenset(inodes)
+            self._path,
+            self._datasets,
+            self._groups,
+            identity,
+            self._size,
+            frozenset(inodes),
+            self._longest_text or 0,
         )
 
     def _refused(self, name: str, reason: str) -> MergeConflictError:
@@ -164,6 +183,10 @@ class _Inspection:
             raise self._refused(
                 name, f"a chunk of {chunk:,} bytes; at most {_MOST_CHUNK_BYTES:,} are taken"
             )
+        if dataset.chunks and self._unpacks:
+            trouble = trouble_with(dataset, chunk)
+            if trouble is not None:
+                raise self._refused(name, trouble)
         for part in _parts(dataset.dtype):
             if h5py.check_ref_dtype(part) is not None:
                 raise self._refused(
@@ -171,6 +194,13 @@ class _Inspection:
                 )
             if part.kind == "O" and h5py.check_string_dtype(part) is None:
                 raise self._refused(name, "rows of different lengths, which cannot be merged")
+        if not dataset.shape and dataset.dtype.itemsize > _MOST_SINGLE_BYTES:
+            raise self._refused(
+                name,
+                f"a single value of {dataset.dtype.itemsize:,} bytes; at most "
+                f"{_MOST_SINGLE_BYTES:,} are taken",
+            )
+        self._check_texts(name, "an element", texts_in(dataset.dtype))
         facts = DatasetFacts(dataset.shape, dataset.dtype, self._attributes(dataset, name))
         self._claimed += facts.nbytes
         if self._claimed > _MOST_BYTES_PER_BYTE * self._size + _SPARE_BYTES:
@@ -198,7 +228,7 @@ class _Inspection:
                 raise self._refused(name, f"virtual sources that lead on and on, to {file!r}")
             other = self._path.parent / file
             if other not in self._sources:
-                self._sources[other] = _Inspection(other, self._seen).facts()
+                self._sources[other] = _Inspection(other, self._unpacks, self._seen).facts()
                 self._size += self._sources[other].size
             if source_name.strip("/") not in self._sources[other].datasets:
                 raise self._refused(
@@ -222,10 +252,35 @@ class _Inspection:
         found = {}
         for key in item.attrs:
             kind = item.attrs.get_id(key)
-            if kind.dtype.kind == "O" and h5py.check_string_dtype(kind.dtype) is None:
-                raise self._refused(name or "/", f"the attribute {key!r} holds references")
+            for part in _parts(kind.dtype):
+                if part.kind == "O" and h5py.check_string_dtype(part) is None:
+                    raise self._refused(name or "/", f"the attribute {key!r} holds references")
+            count = count_of(kind.shape or ())
+            if count * kind.dtype.itemsize > _MOST_SINGLE_BYTES:
+                raise self._refused(
+                    name or "/",
+                    f"the attribute {key!r} has {count * kind.dtype.itemsize:,} bytes; at most "
+                    f"{_MOST_SINGLE_BYTES:,} are taken",
+                )
+            # All of them are read at once.
+            self._check_texts(name or "/", f"the attribute {key!r}", count * texts_in(kind.dtype))
             found[key] = item.attrs[key]
         return found
+
+    def _check_texts(self, name: str, what: str, count: int) -> None:
+        """Of what can be read as a whole only; one text is as long as it is."""
+        if not count:
+            return
+        if self._longest_text is None:
+            self._longest_text = longest_text(self._path)
+        sources = (source.longest_text for source in self._sources.values())
+        self._longest_text = longest = max(self._longest_text, *sources, 0)
+        if count > 1 and count * longest > _MOST_TEXT_BYTES:
+            raise self._refused(
+                name,
+                f"{what} has {count:,} texts, and the longest text of the file may have "
+                f"{longest:,} bytes: at most {_MOST_TEXT_BYTES:,} in all are taken",
+            )
 
 
 def same_values(one: Any, other: Any) -> bool:

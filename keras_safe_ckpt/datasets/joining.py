@@ -14,12 +14,13 @@ import numpy as np
 
 from keras_safe_ckpt.datasets.inspection import DatasetFacts, FileFacts, count_of, opened
 from keras_safe_ckpt.datasets.rows import Array
+from keras_safe_ckpt.datasets.text_bounds import text_bytes, texts_in
 from keras_safe_ckpt.errors import MergeConflictError
 
 #: How much is in memory at once.
 _BLOCK_BYTES = 8 << 20
-#: Of texts nobody knows beforehand how long they are.
-_FIRST_TEXTS = 1
+#: Of texts it is only known how long they are at most: so much, if all were like that.
+_TEXT_BYTES = 64 << 20
 _MOST_TEXTS = 1 << 16
 
 Advance = Callable[[int], None]
@@ -34,6 +35,8 @@ class Piece:
     length: int
     #: What all its texts can have at most: they are in the file, and not packed.
     most_text_bytes: int
+    #: And one of them.
+    longest_text: int
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ class SortedRows:
                 raise MergeConflictError(
                     name, names, f"it has {lengths} rows, and the sort key {key!r} has {wanted}"
                 )
-        values = [_whole(piece.path, key) for piece in keys.pieces]
+        values = [_keys_in(keys, piece, key) for piece in keys.pieces]
         order = np.argsort(np.concatenate(values), kind="stable")
         starts = np.array([piece.start for piece in keys.pieces])
         piece = np.searchsorted(starts, order, side="right") - 1
@@ -135,57 +138,100 @@ def _copy_piece(
         return
     with opened(piece.path) as file:
         source = file[name]
-        start, rows, text_bytes = 0, _block_rows(joined, source), 0
-        while start < piece.length:
-            count = min(rows, piece.length - start)
-            block = source[_along(joined, start, count)]
+        start = 0
+        for block in _blocks(source, name, joined, piece):
+            count = block.shape[joined.axis]
             out[_along(joined, piece.start + start, count)] = block
             advance(block.nbytes)
             start += count
-            if block.dtype.kind == "O":
-                text_bytes += _text_bytes(block)
-                _check_texts(name, piece, text_bytes)
-                rows = _next_texts(rows, block)
 
 
-def _check_texts(name: str, piece: Piece, text_bytes: int) -> None:
-    """Any number of rows can show the same text: a small file becomes as large as one likes."""
-    if text_bytes > piece.most_text_bytes:
-        raise MergeConflictError(
-            name, [str(piece.path)], f"its texts have more bytes than the file ({text_bytes:,})"
-        )
+def _blocks(source: h5py.Dataset, name: str, joined: Joined, piece: Piece) -> Iterator[Array]:
+    """All that one file contributes, block by block."""
+    start, rows, texts = 0, _block_rows(joined, source), _Texts(name, joined, piece)
+    while start < piece.length:
+        count = min(rows, piece.length - start)
+        ranges = [(0, length) for length in source.shape]
+        ranges[joined.axis] = (start, start + count)
+        yield texts.read(source, ranges)
+        start += count
+
+
+def _keys_in(keys: Joined, piece: Piece, name: str) -> Array:
+    with opened(piece.path) as file:
+        blocks = list(_blocks(file[name], name, keys, piece))
+    return np.concatenate(blocks) if blocks else np.empty(0, keys.facts.dtype)
+
+
+class _Texts:
+    """The texts of one file, counted: any number of rows can show the same one.
+
+    Else a small file would become as large as one likes, on the disk and before that in memory.
+    """
+
+    def __init__(self, name: str, joined: Joined, piece: Piece) -> None:
+        self._name = name
+        self._piece = piece
+        self._at_once = _texts_at_once(joined)
+        self._total = 0
+
+    def read(self, source: h5py.Dataset, ranges: list[tuple[int, int]]) -> Array:
+        """From and to along each axis, in pieces if there are too many texts for one."""
+        lengths = [stop - start for start, stop in ranges]
+        if self._at_once is None or count_of(tuple(lengths)) <= self._at_once:
+            block: Array = source[tuple(slice(*one) for one in ranges)]
+            self.add(text_bytes(block))
+            return block
+        axis = int(np.argmax(lengths))
+        start, stop = ranges[axis]
+        middle = (start + stop) // 2
+        halves = [
+            [*ranges[:axis], half, *ranges[axis + 1 :]]
+            for half in ((start, middle), (middle, stop))
+        ]
+        return np.concatenate([self.read(source, half) for half in halves], axis)
+
+    def add(self, count: int) -> None:
+        self._total += count
+        if self._total > self._piece.most_text_bytes:
+            raise MergeConflictError(
+                self._name,
+                [str(self._piece.path)],
+                f"its texts have more bytes than the file ({self._total:,})",
+            )
 
 
 def _copy_sorted(
     out: h5py.Dataset, name: str, joined: Joined, order: SortedRows, advance: Advance
 ) -> None:
     start, step = 0, _block_rows(joined, out)
-    text_bytes = [0] * len(joined.pieces)
+    texts = [_Texts(name, joined, piece) for piece in joined.pieces]
+    spread = 4 if _texts_at_once(joined) is None else 1
     while start < len(order.piece):
         pieces, rows = order.piece[start : start + step], order.row[start : start + step]
         block = np.empty((len(rows), *joined.shape[1:]), joined.facts.dtype)
         for number in np.unique(pieces):
             here = np.flatnonzero(pieces == number)
             with opened(joined.pieces[number].path) as file:
-                _gather(file[name], rows[here], block, here)
-            if block.dtype.kind == "O":
-                text_bytes[number] += _text_bytes(block[here])
-                _check_texts(name, joined.pieces[number], text_bytes[number])
+                # What lies between the wanted rows is read with them, and counts for this time.
+                reading = _Texts(name, joined, joined.pieces[number])
+                _gather(file[name], reading, rows[here], block, here, spread * len(block))
+            texts[number].add(text_bytes(block[here]))
         out[start : start + len(rows)] = block
         advance(block.nbytes)
         start += len(rows)
-        if block.dtype.kind == "O":
-            step = _next_texts(step, block)
 
 
-def _gather(source: h5py.Dataset, rows: Array, block: Array, places: Array) -> None:
+def _gather(
+    source: h5py.Dataset, texts: _Texts, rows: Array, block: Array, places: Array, most: int
+) -> None:
     """``block[places] = source[rows]``, with a few reads of what lies together."""
     by_row = np.argsort(rows, kind="stable")
     rows, places = rows[by_row], places[by_row]
-    most = 4 * len(block)
     for start, stop in _runs(rows, most):
         first, last = int(rows[start]), int(rows[stop - 1])
-        found = source[first : last + 1]
+        inner = [(0, length) for length in source.shape[1:]]
+        found = texts.read(source, [(first, last + 1), *inner])
         block[places[start:stop]] = found[rows[start:stop] - first]
 
 
@@ -203,20 +249,21 @@ def _runs(rows: Array, most: int) -> Iterator[tuple[int, int]]:
 def _block_rows(joined: Joined, dataset: h5py.Dataset) -> int:
     """How many positions along the axis make a block; whole chunks if there are any."""
     one = max(1, count_of(_with_length(joined, 1)) * max(1, joined.facts.dtype.itemsize))
-    if joined.facts.dtype.kind == "O":
-        return _FIRST_TEXTS
+    at_once = _texts_at_once(joined)
+    if at_once is not None:
+        return max(1, at_once // max(1, count_of(_with_length(joined, 1))))
     rows = max(1, _BLOCK_BYTES // one)
     chunk = dataset.chunks[joined.axis] if dataset.chunks else 1
     return max(1, rows // chunk) * int(chunk) if rows >= chunk else rows
 
 
-def _next_texts(rows: int, block: Array) -> int:
-    """How long texts are is known when they are read: not much more at once the next time."""
-    return min(2 * rows, max(1, rows * _BLOCK_BYTES // _text_bytes(block)), _MOST_TEXTS)
-
-
-def _text_bytes(block: Array) -> int:
-    return max(1, sum(len(text) for text in block.flat))
+def _texts_at_once(joined: Joined) -> int | None:
+    """How many elements may be read at once, if each text is as long as can be; None: any."""
+    texts = texts_in(joined.facts.dtype)
+    if not texts:
+        return None
+    longest = max(1, *(piece.longest_text for piece in joined.pieces))
+    return max(1, min(_TEXT_BYTES // longest, _MOST_TEXTS) // texts)
 
 
 def _along(joined: Joined, start: int, count: int) -> tuple[slice, ...]:

@@ -147,7 +147,9 @@ def _joined_dataset(name: str, files: Sequence[FileFacts], axis: int) -> Joined:
         found = file.datasets[name]
         _compare(name, first, file, model, found, along)
         length = found.shape[along] if rank else 0
-        pieces.append(Piece(file.path, start, length, file.size + _SPARE_TEXT_BYTES))
+        pieces.append(
+            Piece(file.path, start, length, file.size + _SPARE_TEXT_BYTES, file.longest_text)
+        )
         start += length
     if not rank:
         _check_single(name, files)

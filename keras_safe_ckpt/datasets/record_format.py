@@ -21,6 +21,8 @@ _LENGTH = struct.Struct("<Q")
 #: Protocol buffers end there, and a length beyond it was not meant.
 _MOST_RECORD_BYTES = (1 << 31) - 1
 _BLOCK_BYTES = 1 << 20
+#: The first block, and each is twice the one before: many begin to read and soon find damage.
+_FIRST_BLOCK_BYTES = 1 << 12
 #: How much tells whether, and how, a file is compressed.
 _START_BYTES = 4096
 #: What is larger is checked in pieces, if only that is asked for.
@@ -183,14 +185,11 @@ def length_at(file: IO[bytes], offset: int) -> int | None:
     return int(_LENGTH.unpack_from(start, 0)[0])
 
 
-def is_record_at(file: IO[bytes], offset: int, size: int) -> bool:
-    """Whether a whole record begins there, in a file of this size."""
-    length = length_at(file, offset)
-    if length is None or offset + 16 + length > size:
-        return False
+def is_record_at(file: IO[bytes], offset: int) -> bool:
+    """Whether a whole record begins there."""
     file.seek(offset)
     try:
-        return next(records_in(file, ""), None) is not None
+        return next(records_in(file, "", only_check=True), None) is not None
     except BadRecordError:
         return False
 
@@ -253,18 +252,20 @@ def _records(read: Reader, only_check: bool) -> Iterator[tuple[int, bytes]]:
     header, footer, checksum = _HEADER.unpack_from, _FOOTER.unpack_from, checksum_of
     lengths: dict[int, int] = {}
     buffer, position, number, base = b"", 0, 0, 0
+    block = _FIRST_BLOCK_BYTES
     large_at: int | None = None  # Where the large record begins that is being checked.
 
     def fill(needed: int) -> bool:
         """Have so many bytes from the position on, if there are as many."""
-        nonlocal buffer, position, base
+        nonlocal buffer, position, base, block
         parts = [buffer[position:]]
         base += position
         position = 0
         have = len(parts[0])
         try:
             while have < needed:
-                part = read(max(_BLOCK_BYTES, min(needed - have, 64 * _BLOCK_BYTES)))
+                part = read(max(block, min(needed - have, 64 * _BLOCK_BYTES)))
+                block = min(2 * block, _BLOCK_BYTES)
                 if not part:
                     break
                 parts.append(part)

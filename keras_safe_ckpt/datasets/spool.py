@@ -28,6 +28,7 @@ from keras_safe_ckpt.datasets.frames import (
     decoded,
     encoded,
 )
+from keras_safe_ckpt.errors import CorruptCheckpointError
 
 _log = logging.getLogger(__name__)
 
@@ -235,9 +236,16 @@ class SpoolReader:
             return None
         if xxhash.xxh3_64_intdigest(view) != digest:
             return None
+        try:
+            message = decoded(bytes(view[:description_size]), view[description_size:])
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            # Whole, and none that a feeder writes: nobody can tell what is behind it.
+            raise CorruptCheckpointError(
+                self._path(self.segment), f"a frame of it cannot be understood ({error!r:.200})"
+            ) from error
         self.offset = end
         self.size += HEADER.size + size
-        return decoded(bytes(view[:description_size]), view[description_size:])
+        return message
 
     def _close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1

@@ -31,8 +31,13 @@ from keras_safe_ckpt.storage.locks import chosen_locks
 from keras_safe_ckpt.storage.paths import absolute
 from keras_safe_ckpt.storage.translation import reading_only
 
-#: How much of a damaged file is looked through at once.
+#: How much of a damaged file is looked through at once: at first, and at most.
+_FIRST_SEARCH_BYTES = 4 << 10
 _SEARCH_BYTES = 4 << 20
+#: How often a damaged file may be read to find what is good in it. Damage does not come to that:
+#: it takes lengths, with checksums that hold, of records that lie in each other and are all bad.
+_MOST_READINGS = 16
+_SPARE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -104,12 +109,16 @@ def repair_tfrecord(
     """Write the good records of a damaged file to a new one; the old one stays as it is.
 
     After a damaged record the next good one is looked for. In a compressed file nothing can be
-    found after the damage.
+    found after the damage. A file that was made to keep it busy (thousands of bad records within
+    each other) is refused.
 
     Args:
         path: the damaged file.
         out: the new file, compressed in the same way. It takes its name when it is whole.
         compression_type: of both; None finds out by itself.
+
+    Raises:
+        CorruptRecordError: a file of which more would have to be read in vain than damage explains.
 
     Example::
 
@@ -128,7 +137,7 @@ def repair_tfrecord(
         progress = stack.enter_context(Progress(f"Repairing {source.name}", size))
         writer = stack.enter_context(RecordFileWriter(target, compression_type=kind))
         done = 0
-        for offset, record in _good_records(file, kind, size, left_out):
+        for offset, record in _good_records(file, kind, _Effort(source, size), left_out):
             writer.write(record)
             progress.advance(offset - done)
             done = offset
@@ -226,7 +235,7 @@ def _check_count(path: Path, size: int, records: int, checksum: int | None) -> b
 
 
 def _good_records(
-    file: IO[bytes], compression_type: str, size: int, left_out: list[tuple[int, int]]
+    file: IO[bytes], compression_type: str, effort: _Effort, left_out: list[tuple[int, int]]
 ) -> Iterator[tuple[int, bytes]]:
     """Each good record and where it is; the ranges in between go to ``left_out``."""
     start: int | None = 0
@@ -241,27 +250,64 @@ def _good_records(
             if compression_type:
                 left_out.append((begin, -1))
                 return
-            start = _next_record(file, begin, size)
-            left_out.append((begin, size if start is None else start))
+            effort.spend(file, begin)
+            start = _next_record(file, begin, effort)
+            left_out.append((begin, effort.size if start is None else start))
 
 
-def _next_record(file: IO[bytes], bad: int, size: int) -> int | None:
+class _Effort:
+    """What is read of a damaged file in vain, which has an end also if somebody made the damage."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        self._path = path
+        self.size = size
+        self._left = _MOST_READINGS * size + _SPARE_BYTES
+
+    def is_record_at(self, file: IO[bytes], offset: int) -> bool:
+        """Whether a whole record begins there."""
+        length = length_at(file, offset)
+        if length is None or offset + 16 + length > self.size:
+            return False
+        if is_record_at(file, offset):
+            return True
+        self.spend(file, offset)
+        return False
+
+    def spend(self, file: IO[bytes], offset: int) -> None:
+        """The record there is bad, and was read to find that out."""
+        self._left -= min(length_at(file, offset) or 0, self.size - offset)
+        if self._left < 0:
+            raise CorruptRecordError(
+                self._path,
+                0,
+                offset,
+                f"more than {_MOST_READINGS} times its {self.size:,} bytes were read in search of "
+                "good records, which no damage explains: it was made so",
+            )
+
+
+def _next_record(file: IO[bytes], bad: int, effort: _Effort) -> int | None:
     """Where the first good record after a bad one begins."""
+    size = effort.size
     # If its length can be trusted: what looks like a record within a record is none.
     while (length := length_at(file, bad)) is not None:
         after = bad + 16 + length
         if after == size:
             return None
-        if is_record_at(file, after, size):
+        if effort.is_record_at(file, after):
             return after
         if after > size or length_at(file, after) is None:
             break  # Bytes may be missing in between: look at each place.
         bad = after  # A damaged one again, whose length can be trusted, too.
-    for start in range(bad + 1, size, _SEARCH_BYTES):
+    start, step = bad + 1, _FIRST_SEARCH_BYTES
+    while start < size:
         file.seek(start)
-        for candidate in _candidates(file.read(_SEARCH_BYTES + 11)):
-            if is_record_at(file, start + candidate, size):
+        for candidate in _candidates(file.read(step + 11)):
+            if effort.is_record_at(file, start + candidate):
                 return start + candidate
+        start += step
+        # The next good record is mostly near, and there may be a million places to search from.
+        step = min(2 * step, _SEARCH_BYTES)
     return None
 
 

@@ -14,8 +14,9 @@ from typing import Any
 import h5py
 
 from keras_safe_ckpt.cluster.roles import role_from_environment, role_under
+from keras_safe_ckpt.datasets.inspection import inspect
 from keras_safe_ckpt.datasets.rows import RESERVED
-from keras_safe_ckpt.errors import CorruptCheckpointError
+from keras_safe_ckpt.errors import CorruptCheckpointError, MergeConflictError
 
 _NAME = re.compile(r"worker-(\d{5,})\.h5")
 _UNFINISHED = re.compile(r"\.(.+)\.(unfinished|interrupted)")
@@ -77,18 +78,13 @@ def target_of_unfinished(path: Path) -> Path | None:
 
 def rows_in(path: Path) -> dict[str, int]:
     """How many rows each dataset of a file has."""
-    found: dict[str, int] = {}
-
-    def visit(name: str, item: object) -> None:
-        if isinstance(item, h5py.Dataset):
-            found[name] = int(item.shape[0]) if item.shape else 1
-
     try:
-        with h5py.File(path, "r") as file:
-            file.visititems(visit)
-    except (OSError, RuntimeError, KeyError, ValueError) as error:
-        raise CorruptCheckpointError(path, f"it is not a whole HDF5 file ({error})") from error
-    return found
+        # Not by HDF5's own way through a file: of groups in groups without end it finds none.
+        datasets = inspect(path, unpacks=False).datasets
+    except MergeConflictError as error:
+        where = "" if error.dataset == "/" else f"{error.dataset}: "
+        raise CorruptCheckpointError(path, f"{where}{error.reason}") from error
+    return {name: int(facts.shape[0]) if facts.shape else 1 for name, facts in datasets.items()}
 
 
 def this_worker() -> Label:

@@ -18,6 +18,7 @@ from keras_safe_ckpt.storage.dtypes import dtype_from_name
 from keras_safe_ckpt.storage.formats import format_of
 from keras_safe_ckpt.storage.formats.format import OpenCheckpoint
 from keras_safe_ckpt.storage.manifest import Manifest
+from keras_safe_ckpt.storage.paths import open_regular
 from keras_safe_ckpt.storage.survey import is_bundle
 
 #: The only "array" of a file whose arrays are not told apart.
@@ -100,7 +101,7 @@ class _BundleArrays:
         path = self._bundle.data(entry.shard, self._shards)
         data = bytearray(entry.size)
         try:
-            with open(path, "rb", buffering=0) as file:
+            with open_regular(path) as file:
                 whole = are_whole(file.fileno(), entry)
                 file.seek(entry.offset)
                 place, view = 0, memoryview(data)

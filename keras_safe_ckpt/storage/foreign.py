@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import zipfile
 from pathlib import Path
 
 from keras_safe_ckpt.errors import SafeCheckpointError
-from keras_safe_ckpt.storage.formats.format import damage_reported
+from keras_safe_ckpt.storage.formats.format import damage_reported, opened_for_reading
 from keras_safe_ckpt.storage.formats.keras_zip import MANIFEST_KEY
-from keras_safe_ckpt.storage.manifest import LARGEST_BYTES
+from keras_safe_ckpt.storage.formats.seekable import FileWindow
+from keras_safe_ckpt.storage.manifest import LARGEST_BYTES, parsed
+from keras_safe_ckpt.storage.paths import open_regular
 
 _HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 #: Where the superblock of HDF5 says how long the file is, by the version of the superblock.
@@ -29,18 +30,26 @@ def is_plain_keras(path: Path) -> bool:
 
 
 def _is_plain_archive(path: Path) -> bool:
-    with zipfile.ZipFile(path) as archive:
+    with opened_for_reading(path) as descriptor:
+        try:
+            return _has_no_manifest(FileWindow(descriptor, 0, os.fstat(descriptor).st_size))
+        finally:
+            os.close(descriptor)
+
+
+def _has_no_manifest(file: FileWindow) -> bool:
+    with zipfile.ZipFile(file) as archive:
         if "metadata.json" not in archive.namelist():
             return False
         # Of a hostile archive no more is unpacked than an honest one can hold.
         with archive.open("metadata.json") as member:
             text = member.read(LARGEST_BYTES)
-    return MANIFEST_KEY not in json.loads(text)
+    return MANIFEST_KEY not in parsed(text)
 
 
 def _is_whole_hdf5(path: Path) -> bool:
     """A file of ours is longer than HDF5 knows, and one that was cut off is shorter."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         head = file.read(64)
         size = os.fstat(file.fileno()).st_size
     if len(head) < 64 or not head.startswith(_HDF5_SIGNATURE):

@@ -278,16 +278,25 @@ def _read_journal(path: Path) -> tuple[int, bytes, memoryview] | None:
     with os.fdopen(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise _damaged(path, "it is not a regular file")
-        journal = file.read()
-    if not journal.startswith(_MAGIC):
-        raise _damaged(path, "it does not begin like a journal of this version")
-    sizes, digest, body = journal[8:32], journal[32:40], journal[_HEADER_BYTES:]
-    size, note, pages = (int.from_bytes(sizes[at : at + 8], "little") for at in (0, 8, 16))
-    if len(body) != note + pages or pages % _PAGE_ENTRY:
-        raise _damaged(path, "its size is wrong")
+        head = file.read(_HEADER_BYTES)
+        if not head.startswith(_MAGIC):
+            raise _damaged(path, "it does not begin like a journal of this version")
+        sizes, digest = head[8:32], head[32:40]
+        size, note, pages = (int.from_bytes(sizes[at : at + 8], "little") for at in (0, 8, 16))
+        length = os.fstat(descriptor).st_size
+        if length != _HEADER_BYTES + note + pages or pages % _PAGE_ENTRY:
+            raise _damaged(path, "its size is wrong")
+        # All that was committed is there: who takes the journal for more than that has made it.
+        if size > os.stat(path).st_size or pages // _PAGE_ENTRY > -(-size // _PAGE):
+            raise _damaged(path, f"it is of a file of {size:,} bytes")
+        body = file.read()
     if xxhash.xxh3_64_digest(sizes + body) != digest:
         raise _damaged(path, "its checksum does not hold")
-    return size, body[:note], memoryview(body)[note:]
+    entries = memoryview(body)[note:]
+    for start in range(0, pages, _PAGE_ENTRY):
+        if int.from_bytes(entries[start : start + 8], "little") * _PAGE >= size:
+            raise _damaged(path, "it has a page behind the end of the file")
+    return size, body[:note], entries
 
 
 def _damaged(path: Path, reason: str) -> CorruptCheckpointError:

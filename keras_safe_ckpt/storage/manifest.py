@@ -31,6 +31,12 @@ FORMAT_VERSION = 1
 _LATEST = 253402300799.0
 #: No honest manifest is larger; reading stops here.
 LARGEST_BYTES = 64 << 20
+#: Nor has one more values: each takes a hundred bytes of memory, whatever it has in the file.
+_MOST_VALUES = 2_000_000
+#: Names of dtypes are short; NumPy takes its time for a long one.
+_LONGEST_DTYPE = 64
+#: How much of a text of a file goes into a message.
+_SHOWN = 100
 
 
 @dataclass(frozen=True)
@@ -98,7 +104,7 @@ class Manifest:
         if len(data) > LARGEST_BYTES:
             raise CorruptCheckpointError(path, f"its manifest has {len(data)} bytes")
         try:
-            document = json.loads(data)
+            document = parsed(data)
             body, digest = document["manifest"], document["digest"]
             version = body["format_version"]
             canonical = _canonical(body)
@@ -120,7 +126,20 @@ class Manifest:
         try:
             return _checked(body)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise CorruptCheckpointError(path, f"its manifest is malformed: {error}") from error
+            reason = shortened(str(error))
+            raise CorruptCheckpointError(path, f"its manifest is malformed: {reason}") from error
+
+
+def parsed(data: bytes | bytearray) -> Any:
+    """JSON from a file; `ValueError` also for more values than anybody means."""
+    if sum(map(data.count, (b",", b"[", b"{"))) > _MOST_VALUES:
+        raise ValueError(f"more than {_MOST_VALUES:,} values")
+    return json.loads(data)
+
+
+def shortened(text: str) -> str:
+    """What a file says, as far as it is for a message."""
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ..."
 
 
 def describe_writer(worker: str | None = None) -> dict[str, Any]:
@@ -202,6 +221,8 @@ def _checked(body: dict[str, Any]) -> Manifest:
         if not isinstance(value, (int, float)) or (isinstance(value, int) and abs(value) >> 63):
             raise ValueError(f"the metric {metric!r} is no number")
     for record in arrays.values():
+        if len(record.dtype) > _LONGEST_DTYPE:
+            raise ValueError("a dtype has a name without end")
         dtype_from_name(record.dtype)
     return manifest
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import re
 import stat
@@ -38,6 +39,19 @@ def absolute(path: str | os.PathLike[str]) -> Path:
     if name in ("", ".", ".."):
         return Path(os.path.realpath(text))
     return Path(os.path.realpath(parent or "."), name)
+
+
+def open_regular(path: Path) -> io.FileIO:
+    """For reading, without a buffer; `OSError` for what is no file: a pipe would be waited for."""
+    file = open(path, "rb", buffering=0, opener=_without_waiting)  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return file
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def refuse_unsafe_target(path: Path) -> None:

@@ -39,6 +39,8 @@ from keras_safe_ckpt.storage.snapshot import Snapshot, capture
 _log = logging.getLogger(__name__)
 
 _OPTIMIZER = "optimizer/"
+#: Keras shows whole configurations.
+_LONGEST_REASON = 2000
 
 
 def load_file(
@@ -60,13 +62,20 @@ def load_file(
     # Its safe mode stays on: nothing in a checkpoint is ever executed.
     try:
         model = import_keras().models.load_model(path, custom_objects=custom_objects)
-    except ValueError as error:
+    except Exception as error:
         if _inode(path) is None:
             raise CheckpointNotFoundError(path, "it was pruned while it was loaded") from error
-        raise
+        # What Keras refuses (a Lambda, a link), does not know, or fails at in any other way.
+        raise IncompatibleCheckpointError(path, [_said(error)]) from error
     if _inode(path) != before:
         return load_file(path, None, custom_objects)
     return model, checkpoint.manifest
+
+
+def _said(error: Exception) -> str:
+    text = str(error)
+    shown = text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]} ..."
+    return f"Keras cannot load it ({type(error).__name__}): {shown}"
 
 
 def load_first_whole(

@@ -7,6 +7,7 @@ somebody who wants to know what is there, perhaps on a disk that can only be rea
 from __future__ import annotations
 
 import enum
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -196,7 +197,9 @@ def _files_of(path: Path) -> list[Path]:
         shards = read_index(bundle.index).shards
     except SafeCheckpointError:
         shards = 0
-    return [bundle.index, *(bundle.data(shard, shards) for shard in range(shards))]
+    data = (bundle.data(shard, shards) for shard in range(shards))
+    # An index may speak of a hundred thousand that are not there.
+    return [bundle.index, *itertools.takewhile(Path.exists, data)]
 
 
 def _measured(files: Sequence[Path]) -> tuple[int, float]:

@@ -6,6 +6,8 @@ import os
 import struct
 from pathlib import Path
 
+from keras_safe_ckpt.storage.paths import open_regular
+
 #: A file that begins with anything else is not ours.
 _LAYOUT = struct.Struct("<8sq")
 _MAGIC = b"KSCmark1"
@@ -26,7 +28,8 @@ class ProgressMark:
     def read(self) -> int | None:
         """What was written last, by this process or one before it."""
         try:
-            magic, steps = _LAYOUT.unpack(self._path.read_bytes())
+            with open_regular(self._path) as file:
+                magic, steps = _LAYOUT.unpack(file.read(_LAYOUT.size + 1))
         except (OSError, struct.error):
             return None
         return steps if magic == _MAGIC and steps >= 0 else None

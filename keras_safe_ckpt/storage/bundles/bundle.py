@@ -15,6 +15,7 @@ from keras_safe_ckpt.errors import (
 )
 from keras_safe_ckpt.storage.bundles.entry_bytes import are_whole
 from keras_safe_ckpt.storage.bundles.index import Index, read_index
+from keras_safe_ckpt.storage.paths import open_regular
 
 _PART = re.compile(r"^(?P<name>[^.].*)\.(?P<kind>index|data-\d{5}-of-\d{5})$", re.DOTALL)
 
@@ -65,7 +66,7 @@ class Bundle:
             path = self.data(shard, index.shards)
             entries = [entry for entry in index.entries if entry.shard == shard]
             try:
-                with open(path, "rb", buffering=0) as file:
+                with open_regular(path) as file:
                     for entry in sorted(entries, key=lambda entry: entry.offset):
                         if not entry.sliced and not are_whole(file.fileno(), entry):
                             raise CorruptCheckpointError(

@@ -14,9 +14,11 @@ from keras_safe_ckpt.errors import (
     UnreadableCheckpointError,
 )
 from keras_safe_ckpt.storage.bundles.table import TableError, read_table, read_varint
+from keras_safe_ckpt.storage.paths import open_regular
 
 _LARGEST_INDEX_BYTES = 1 << 28
 _MOST_SHARDS = 99_999  # Five digits in the name of a file.
+_MOST_DIMENSIONS = 254  # As TensorFlow has it.
 #: TensorFlow's numbers of the types that variables have.
 _DTYPE_NAMES = {
     1: "float32", 2: "float64", 3: "int32", 4: "uint8", 5: "int16", 6: "int8", 7: "string",
@@ -66,7 +68,7 @@ class Index:
 def read_index(path: Path) -> Index:
     """Raises an error of the tree for whatever is not a whole index."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             if os.fstat(file.fileno()).st_size > _LARGEST_INDEX_BYTES:
                 raise CorruptCheckpointError(path, "it is too large for an index")
             data = file.read()
@@ -96,7 +98,11 @@ def _parsed(data: bytes) -> Index:
         entries.append(entry)
     if shards is None:
         raise TableError("it is empty")
-    return Index(shards, tuple(entries))
+    index = Index(shards, tuple(entries))
+    if sum(entry.size for entry in entries) > sum(index.least_sizes()):
+        # Any number of tensors could have the same bytes, to be read as often.
+        raise TableError("its tensors overlap")
+    return index
 
 
 def _entry(key: bytes, value: bytes) -> Entry:
@@ -122,11 +128,14 @@ def _entry(key: bytes, value: bytes) -> Entry:
 
 
 def _dimensions(shape: bytes) -> tuple[int, ...]:
-    return tuple(
+    lengths = [
         _number(dict(_fields(dimension)), 1)
         for number, dimension in _fields(shape)
         if number == 2 and isinstance(dimension, bytes)
-    )
+    ]
+    if len(lengths) > _MOST_DIMENSIONS:
+        raise TableError(f"a tensor of {len(lengths):,} dimensions")
+    return tuple(lengths)
 
 
 def _number(fields: dict[int, int | bytes], key: int) -> int:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from keras_safe_ckpt.storage.atomic import write_atomically
+from keras_safe_ckpt.storage.paths import open_regular
 
 DEFAULT_NAME = "checkpoint"
 
@@ -26,6 +27,8 @@ _LINE = re.compile(
 _ESCAPE = re.compile(rb"\\(?:([0-7]{1,3})|x([0-9a-fA-F]{1,2})|(.))", re.DOTALL)
 _LETTERS = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b"a": b"\a", b"b": b"\b", b"f": b"\f"}
 _LARGEST_BYTES = 1 << 26
+#: No path is as long, and of each letter the pattern above takes some notes.
+_LONGEST_LINE = 1 << 16
 #: TensorFlow passes over comments, and drops them when it writes the file: then what is not
 #: listed is not deleted.
 _STAYS = "# keras_safe_ckpt: the newest one is not to be deleted"
@@ -49,7 +52,7 @@ class State:
 def read_state(directory: Path, name: str = DEFAULT_NAME) -> State | None:
     """What the file says of this directory; None if it is not there or says nothing sensible."""
     try:
-        with open(directory / name, "rb") as file:
+        with open_regular(directory / name) as file:
             if os.fstat(file.fileno()).st_size > _LARGEST_BYTES:
                 return None
             text = file.read()
@@ -97,7 +100,7 @@ def _fields(text: bytes) -> Iterator[tuple[str, bytes]]:
     for line in text.split(b"\n"):
         if not line.strip() or line.lstrip().startswith(b"#"):
             continue
-        match = _LINE.fullmatch(line)
+        match = _LINE.fullmatch(line) if len(line) <= _LONGEST_LINE else None
         if match is None:
             raise ValueError("not a field of a message")
         quoted = match[2] if match[2] is not None else match[3]

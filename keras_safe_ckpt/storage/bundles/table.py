@@ -17,6 +17,10 @@ from keras_safe_ckpt.storage.checksum import extended, masked
 _FOOTER_BYTES = 48
 _MAGIC = 0xDB4775248B80FB57
 _TRAILER_BYTES = 5
+#: A key is written without what it has in common with the one before: names of a network are some
+#: times longer than what is stored of them, and not a thousand times.
+_MOST_KEY_BYTES_PER_BYTE = 100
+_SPARE_KEY_BYTES = 1 << 20
 
 
 class TableError(ValueError):
@@ -32,9 +36,19 @@ def read_table(data: bytes) -> Iterator[tuple[bytes, bytes]]:
         raise TableError("it does not end as an index does")
     _, position = _handle(footer, 0)
     blocks, _ = _handle(footer, position)
+    left = _MOST_KEY_BYTES_PER_BYTE * len(data) + _SPARE_KEY_BYTES
+    behind = 0
     for _, value in _entries(_block(data, *blocks)):
-        handle, _ = _handle(value, 0)
-        yield from _entries(_block(data, *handle))
+        (offset, size), _ = _handle(value, 0)
+        if offset < behind:
+            # Any number of them could lead to the same block, which has any number of entries.
+            raise TableError("its blocks are not one after another")
+        behind = offset + size
+        for key, content in _entries(_block(data, offset, size)):
+            left -= len(key)
+            if left < 0:
+                raise TableError("its keys are much longer than it is")
+            yield key, content
 
 
 def read_varint(data: bytes, position: int) -> tuple[int, int]:

@@ -29,7 +29,7 @@ from keras_safe_ckpt.storage.formats.format import (
 )
 from keras_safe_ckpt.storage.formats.hdf5_image import CHUNK_BYTES, ImageWriter
 from keras_safe_ckpt.storage.formats.seekable import FileWindow, SeekableFile
-from keras_safe_ckpt.storage.manifest import LARGEST_BYTES, Manifest
+from keras_safe_ckpt.storage.manifest import LARGEST_BYTES, Manifest, parsed, shortened
 from keras_safe_ckpt.storage.snapshot import Snapshot, capture
 
 MANIFEST_KEY = "keras_safe_ckpt"
@@ -175,7 +175,7 @@ class OpenKerasZip(OpenCheckpoint):
         data = bytearray(size)
         self._file.read_at(start, memoryview(data))
         try:
-            document = json.loads(data)[MANIFEST_KEY]
+            document = parsed(data)[MANIFEST_KEY]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CorruptCheckpointError(
                 self._path,
@@ -187,8 +187,11 @@ class OpenKerasZip(OpenCheckpoint):
         """Compare all but the weights, and every checksum that plain Keras will look at."""
         expected = {_METADATA, *self.manifest.members}
         if set(self._members) != expected:
-            difference = sorted(set(self._members) ^ expected)
+            difference = shortened(str(sorted(set(self._members) ^ expected)))
             raise CorruptCheckpointError(self._path, f"members do not fit: {difference}")
+        if sum(info.compress_size for info in self._members.values()) > self._file.size:
+            # They could all have the same bytes, to be read as often.
+            raise CorruptCheckpointError(self._path, "its members overlap, or are cut off")
         for name in expected:
             info = self._members[name]
             recorded = self.manifest.members.get(name)

@@ -6,6 +6,9 @@ import io
 import os
 from typing import Any
 
+#: What a parser reads of its own accord is small: data is read with `FileWindow.read_at`.
+_MOST_AT_ONCE = 8 << 20
+
 
 class SeekableFile(io.RawIOBase):
     """A position within ``size`` bytes."""
@@ -43,6 +46,12 @@ class FileWindow(SeekableFile):
         self._start = start
         #: What the system said last; a parser may take it for the end of the file.
         self.error: OSError | None = None
+
+    def read(self, size: int | None = -1) -> bytes:
+        """As any file does; a parser that a hostile file sends for more is refused."""
+        if size is not None and size > _MOST_AT_ONCE:
+            raise ValueError(f"it wants {size:,} bytes at once")
+        return super().read(-1 if size is None else size) or b""
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
