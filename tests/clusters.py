@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -9,12 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from forking import Forked, shared_forking
 from processes import environment
 
 #: Starts every worker anew, as users do.
 LAUNCHER = [sys.executable, "-m", "keras_safe_ckpt", "launch"]
 #: Forks the workers from a process that has imported TensorFlow: seconds less for each of them.
 FORKING = [sys.executable, str(Path(__file__).with_name("forking_launcher.py"))]
+
+_numbers = itertools.count()
 
 #: What every worker begins with; `report` hands facts to the test.
 WORKER = """
@@ -36,6 +40,42 @@ def report(**facts):
 """
 
 
+def begin(folder: Path, command: Sequence[object]) -> subprocess.Popen[str] | Forked:
+    """Start the launcher; what it prints goes to files in ``folder``, and `communicate` has it."""
+    if list(command[:2]) == FORKING:
+        # That one is forked as well, so that nobody imports TensorFlow for it.
+        script, place = Path(FORKING[1]), folder / f"launcher-{next(_numbers)}"
+        return shared_forking().start(environment(), script, *command[2:], prints_to=place)
+    return subprocess.Popen(
+        list(map(str, command)),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def completed(
+    folder: Path, command: Sequence[object], timeout: float
+) -> subprocess.CompletedProcess[str]:
+    """To its end, and what it has printed."""
+    process = begin(folder, command)
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except BaseException:
+        process.kill()
+        raise
+    assert process.returncode is not None
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def all_printed(
+    done: subprocess.CompletedProcess[str],
+) -> subprocess.CompletedProcess[str]:
+    """Both of what it has printed as one."""
+    return subprocess.CompletedProcess(done.args, done.returncode, done.stdout + done.stderr)
+
+
 def launch(
     folder: Path,
     code: str,
@@ -48,13 +88,8 @@ def launch(
     """Run ``code`` on each of the workers, to the end of all."""
     script = folder / "worker.py"
     script.write_text(code)
-    return subprocess.run(
-        [*launcher, "--workers", str(workers), *options, script, folder, *map(str, arguments)],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    command = [*launcher, "--workers", workers, *options, script, folder, *arguments]
+    return completed(folder, command, timeout)
 
 
 def launch_ok(folder: Path, code: str, *arguments: object, workers: int = 2, **options: Any) -> Any:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from forking import Forking
-from processes import environment, require_root
+from forking import Forking, shared_forking
+from processes import require_root
 
 from keras_safe_ckpt.storage import temp_names
 
@@ -37,11 +37,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(scope="session")
-def forking() -> Iterator[Forking]:
+def forking() -> Forking:
     """Starts processes that have TensorFlow already."""
-    one = Forking(environment())
-    yield one
-    one.close()
+    return shared_forking()
 
 
 @pytest.fixture

@@ -6,8 +6,10 @@ script as its main program and ends as every Python process does.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
+import functools
 import gc
 import importlib
 import json
@@ -116,11 +118,20 @@ class Forking:
         theirs.close()
         self._codes: dict[int, int] = {}
 
-    def start(self, environment: dict[str, str], script: Path, *arguments: object) -> Forked:
-        """Run the script in a forked process; what it prints goes to files next to the script."""
+    def start(
+        self,
+        environment: dict[str, str],
+        script: Path,
+        *arguments: object,
+        prints_to: Path | None = None,
+    ) -> Forked:
+        """Run the script in a forked process.
+
+        What it prints goes to files next to the script, or next to ``prints_to`` and named alike.
+        """
         command = [sys.executable, str(script), *map(str, arguments)]
         request = json.dumps({"command": command, "env": environment}).encode()
-        files = [script.with_suffix(suffix) for suffix in (".out", ".err")]
+        files = [(prints_to or script).with_suffix(suffix) for suffix in (".out", ".err")]
         with open(files[0], "w") as out, open(files[1], "w") as err:
             socket.send_fds(self._socket, [request], [out.fileno(), err.fileno()])
         while True:
@@ -188,6 +199,19 @@ class Forked:
         self.wait(timeout)
         out, err = (file.read_text() for file in self._files)
         return out, err
+
+
+@functools.cache
+def shared_forking() -> Forking:
+    """The one of this test process; it ends with it."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parent.parent),
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+    }
+    one = Forking(environment)
+    atexit.register(one.close)
+    return one
 
 
 def main() -> int:

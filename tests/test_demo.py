@@ -74,6 +74,7 @@ def check_that_other_weights_are_not_called_equal(kept: Path, capsys) -> None:
     assert " NO" in capsys.readouterr().out
 
 
+@pytest.mark.campaign
 def test_one_worker_that_is_killed(tmp_path):
     done = cli(
         "demo", "--workers", 1, "--kill", "-9", "--json", "--seed", 5, tensorflow=True, cwd=tmp_path

@@ -97,7 +97,7 @@ MODELS = {
     "several steps": ("5,13,17w",),
     "own step": ("9,27w",),
 }
-MIRRORED = {"mirrored": ("14,30w",)}
+MIRRORED = {"mirrored": ("14",)}
 GROUPS = {
     "arrays": ARRAYS,
     "datasets": DATASETS,
@@ -166,6 +166,7 @@ def test_a_second_signal_ends_the_process_at_once_and_an_echo_does_not(tmp_path)
     assert_as_undisturbed(undisturbed, echo)
 
 
+@pytest.mark.campaign
 def test_backups_by_seconds(tmp_path):
     undisturbed, run = lives("arrays", tmp_path, "24w", save_freq=None, save_every_seconds=1e-6)
     assert run["codes"] == [-9, 0]

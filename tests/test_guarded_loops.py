@@ -11,7 +11,7 @@ from typing import Any
 import clusters
 import pytest
 from bundle_files import leftovers
-from clusters import FORKING, facts
+from clusters import FORKING, all_printed, completed, facts
 from forking import Forking
 from histories import reported
 from processes import environment
@@ -44,14 +44,7 @@ def launch(
     folder.mkdir(exist_ok=True)
     command = [*FORKING, "--workers=2"]
     command += [f"--max-restarts={restarts}", f"--restart-codes={codes}", "--pause-seconds=0"]
-    return subprocess.run(
-        [*command, PROGRAM, folder, plan, "workers"],
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=250,
-    )
+    return all_printed(completed(folder, [*command, PROGRAM, folder, plan, "workers"], 250))
 
 
 def events(folder: Path, example: str, name: str) -> list[dict[str, Any]]:

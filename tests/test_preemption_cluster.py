@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clusters import FORKING, LAUNCHER, facts
+from clusters import FORKING, LAUNCHER, all_printed, completed, facts
 from histories import reported
-from processes import environment
 
 from keras_safe_ckpt import CheckpointStore
 
@@ -36,14 +35,8 @@ def launch(
     folder.mkdir(exist_ok=True)
     command = [*launcher, "--workers", str(workers), "--pause-seconds=0"]
     command += [f"--max-restarts={restarts}", "--restart-codes=42,143,137"]
-    return subprocess.run(
-        [*command, PROGRAM, folder, plan, json.dumps(options)],
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=seconds or 60 + 60 * (1 + plan.count(":")),
-    )
+    command += [PROGRAM, folder, plan, json.dumps(options)]
+    return all_printed(completed(folder, command, seconds or 60 + 60 * (1 + plan.count(":"))))
 
 
 def events(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -113,7 +106,7 @@ def test_after_kill_9_the_workers_go_on_from_a_backup(tmp_path, undisturbed):
     assert "backup" in kinds[kinds.index("0.05 s have passed") :]
 
 
-@pytest.mark.parametrize("worker", [0, 1])
+@pytest.mark.parametrize("worker", [0, pytest.param(1, marks=pytest.mark.campaign)])
 def test_a_worker_that_dies_on_the_way_leaves_a_marked_checkpoint(tmp_path, worker):
     """It gets the notice, tells the others, and is gone before the step that all agreed on."""
     plan = f"{worker}:2,{worker}:3k"
@@ -177,7 +170,7 @@ def test_the_chief_knows_how_long_another_worker_has(tmp_path, undisturbed):
 
 def test_training_that_ends_in_time_is_there_on_all_workers_after_a_restart(tmp_path, undisturbed):
     """One of them has a notice that leaves time to train on; all stop where training ends."""
-    done = launch(tmp_path, "1:14", grace_period=500, save_freq=None, launcher=LAUNCHER)
+    done = launch(tmp_path, "1:14", grace_period=500, save_freq=None)
     assert done.returncode == 0, done.stdout
     assert "1 restart" in done.stdout
     assert ends(tmp_path) == undisturbed
