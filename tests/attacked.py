@@ -351,6 +351,7 @@ def run(asked: list[str], table: dict[str, Any], folder: Path, few: bool) -> dic
         if readers:
             (folder / "last").write_text(one)
             place = folder / str(number)
+            shutil.rmtree(place, ignore_errors=True)  # Of a child that was ended.
             place.mkdir()
             results[one] = attack(hostile, readers, place)
             shutil.rmtree(place)

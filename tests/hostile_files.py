@@ -665,6 +665,12 @@ RECORDS: dict[str, Hostile] = {
         _CHECKED,
         ("locked dataset",),
     ),
+    "length beyond offsets": Hostile(
+        lambda path: path.write_bytes(head((1 << 63) - 16) + bytes(100)) and None,
+        "r",
+        _CHECKED,
+        ("locked dataset",),
+    ),
     "length of two gigabytes": Hostile(
         lambda path: path.write_bytes(head((1 << 31) - 1) + bytes(100)) and None, "r", _CHECKED
     ),
@@ -716,6 +722,17 @@ def _tensor(size: int, dtype: int = 1, shape: bytes = b"") -> bytes:
     return b"\x08" + varint(dtype) + b"\x12" + varint(len(shape)) + shape + b"\x28" + varint(size)
 
 
+def _same_tensors(path: Path) -> None:
+    """Each is all of the data file, with the right checksum."""
+    data = bytes(1 << 20)
+    checksum = struct.pack("<BI", 6 << 3 | 5, masked_number(extended(0, data)))
+    tensors = (
+        entry(0, f"{number:05d}".encode(), _tensor(len(data)) + checksum)
+        for number in range(20_000)
+    )
+    _bundle(lambda: table(_ONE_SHARD + b"".join(tensors)), data)(path)
+
+
 def _piped_data(path: Path) -> None:
     path.write_bytes(table(_ONE_SHARD))
     os.mkfifo(path.with_name("ckpt-1.data-00000-of-00001"))
@@ -740,19 +757,7 @@ BUNDLES: dict[str, Hostile] = {
         "ckpt-1.index",
         _SHOWN,
     ),
-    "all tensors are the same": Hostile(
-        _bundle(
-            lambda: table(
-                _ONE_SHARD
-                + b"".join(
-                    entry(0, str(number).encode(), _tensor(1 << 20)) for number in range(20_000)
-                )
-            ),
-            bytes(1 << 20),
-        ),
-        "ckpt-1.index",
-        _SHOWN,
-    ),
+    "all tensors are the same": Hostile(_same_tensors, "ckpt-1.index", _SHOWN),
     "dimensions without end": Hostile(
         _bundle(
             lambda: table(

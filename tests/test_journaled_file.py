@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import shutil
 import threading
@@ -278,6 +279,33 @@ def test_an_error_of_the_early_sync_is_that_of_the_commit(tmp_path, monkeypatch)
     file.close()
     assert recover(tmp_path / "file") == b""
     assert (tmp_path / "file").read_bytes() == b"committed"
+
+
+def test_the_early_sync_is_not_waited_for_until_it_starts(tmp_path, monkeypatch):
+    """Whoever writes holds h5py's lock, and what a new thread collects may need that, too."""
+    monkeypatch.setattr(early_sync, "_STEP_BYTES", 100)
+    held, came_by = threading.Lock(), []
+
+    def collecting(phase: str, info: object) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            came_by.append(held.acquire(timeout=10))
+            if came_by[-1]:
+                held.release()
+
+    file = JournaledFile(tmp_path / "file")
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(collecting)
+    try:
+        with held:
+            gc.set_threshold(1)
+            file.write(memoryview(b"x" * 200))
+        file.commit()
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(collecting)
+        file.close()
+    assert came_by, "the thread collected nothing"
+    assert all(came_by), "it waited for the writer, which waited for it"
 
 
 def test_the_early_sync_is_on_a_thread_of_its_own_and_ends_with_the_file(tmp_path, monkeypatch):

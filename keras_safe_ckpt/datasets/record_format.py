@@ -177,12 +177,13 @@ def looks_plain(start: bytes) -> bool:
 
 
 def length_at(file: IO[bytes], offset: int) -> int | None:
-    """The length of the record that begins there; None if its checksum does not hold."""
+    """The length of the record that begins there; None if it cannot be, or its checksum is not."""
     file.seek(offset)
     start = file.read(_HEADER.size)
     if len(start) < _HEADER.size or not has_header(start, 0):
         return None
-    return int(_LENGTH.unpack_from(start, 0)[0])
+    length = int(_LENGTH.unpack_from(start, 0)[0])
+    return length if length <= _MOST_RECORD_BYTES else None
 
 
 def is_record_at(file: IO[bytes], offset: int) -> bool:
