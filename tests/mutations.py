@@ -21,6 +21,7 @@ class Mutation:
 
 POWER = "tests/test_power_cut.py::test_a_save_that_returned_outlives_a_power_cut"
 DATA = "tests/test_power_cut_data.py::test_what_was_flushed_outlives_a_power_cut"
+HOSTILE = "tests/test_attackers.py::test_no_hostile_file_does_any_harm"
 
 MUTATIONS = (
     # Durable when it returns.
@@ -216,6 +217,48 @@ MUTATIONS = (
         "tests/test_power_cut_bundles.py::test_what_was_published_outlives_a_power_cut[replaced]",
     ),
     # Attackers.
+    Mutation(
+        "What Keras refuses is an error of the tree, and nothing of it is executed",
+        "storage/restore.py",
+        "raise IncompatibleCheckpointError(path, [_said(error)]) from error",
+        "raise",
+        HOSTILE,
+    ),
+    Mutation(
+        "Texts of an attribute that are all one do not fill the memory",
+        "datasets/inspection.py",
+        "if count > 1 and count * longest > _MOST_TEXT_BYTES:",
+        "if False:",
+        HOSTILE,
+    ),
+    Mutation(
+        "A repair takes time in proportion to its file",
+        "datasets/verification.py",
+        "if self._left < 0:",
+        "if False:",
+        HOSTILE,
+    ),
+    Mutation(
+        "A compressed chunk unpacks to no more than it should",
+        "datasets/packed_chunks.py",
+        "if _unpacks_to_more(data, chunk_bytes + _SPARE_BYTES):",
+        "if False:",
+        HOSTILE,
+    ),
+    Mutation(
+        "A manifest of millions of values takes no memory",
+        "storage/manifest.py",
+        'if sum(map(data.count, (b",", b"[", b"{"))) > _MOST_VALUES:',
+        "if False:",
+        HOSTILE,
+    ),
+    Mutation(
+        "A hostile journal is an error of the tree",
+        "storage/journaled_file.py",
+        "if size > os.stat(path).st_size or pages // _PAGE_ENTRY > -(-size // _PAGE):",
+        "if False:",
+        HOSTILE,
+    ),
     Mutation(
         "A former checkpoint is set aside although a link to it has the name",
         "storage/publishing.py",
