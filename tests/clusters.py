@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,6 @@ from processes import environment
 LAUNCHER = [sys.executable, "-m", "keras_safe_ckpt", "launch"]
 #: Forks the workers from a process that has imported TensorFlow: seconds less for each of them.
 FORKING = [sys.executable, str(Path(__file__).with_name("forking_launcher.py"))]
-
-_numbers = itertools.count()
 
 #: What every worker begins with; `report` hands facts to the test.
 WORKER = """
@@ -40,12 +38,12 @@ def report(**facts):
 """
 
 
-def begin(folder: Path, command: Sequence[object]) -> subprocess.Popen[str] | Forked:
-    """Start the launcher; what it prints goes to files in ``folder``, and `communicate` has it."""
+def begin(command: Sequence[object], place: Path) -> subprocess.Popen[str] | Forked:
+    """Start the launcher; `communicate` has what it prints, which may go to a ``place`` first."""
     if list(command[:2]) == FORKING:
         # That one is forked as well, so that nobody imports TensorFlow for it.
-        script, place = Path(FORKING[1]), folder / f"launcher-{next(_numbers)}"
-        return shared_forking().start(environment(), script, *command[2:], prints_to=place)
+        script, prints_to = Path(FORKING[1]), place / "launcher"
+        return shared_forking().start(environment(), script, *command[2:], prints_to=prints_to)
     return subprocess.Popen(
         list(map(str, command)),
         env=environment(),
@@ -55,16 +53,15 @@ def begin(folder: Path, command: Sequence[object]) -> subprocess.Popen[str] | Fo
     )
 
 
-def completed(
-    folder: Path, command: Sequence[object], timeout: float
-) -> subprocess.CompletedProcess[str]:
+def completed(command: Sequence[object], timeout: float) -> subprocess.CompletedProcess[str]:
     """To its end, and what it has printed."""
-    process = begin(folder, command)
-    try:
-        out, err = process.communicate(timeout=timeout)
-    except BaseException:
-        process.kill()
-        raise
+    with tempfile.TemporaryDirectory() as place:
+        process = begin(command, Path(place))
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
     assert process.returncode is not None
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
@@ -89,7 +86,7 @@ def launch(
     script = folder / "worker.py"
     script.write_text(code)
     command = [*launcher, "--workers", workers, *options, script, folder, *arguments]
-    return completed(folder, command, timeout)
+    return completed(command, timeout)
 
 
 def launch_ok(folder: Path, code: str, *arguments: object, workers: int = 2, **options: Any) -> Any:

@@ -271,21 +271,16 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert "Traceback" not in listed.stderr
 
 
-def test_a_damaged_group_does_not_end_the_list(tmp_path, monkeypatch):
+def test_a_damaged_group_does_not_end_the_list(tmp_path):
     for name in ("a", "b"):
         with h5py.File(tmp_path / f".{name}.h5.interrupted", "w") as file:
-            file["x"] = [1.0]
-    visit = h5py.File.visititems
-
-    def damaged(self, function):
-        if self.filename.endswith(".a.h5.interrupted"):
-            raise RuntimeError("Object visitation failed")
-        return visit(self, function)
-
-    monkeypatch.setattr(h5py.File, "visititems", damaged)
+            file["group/x"] = [1.0]
+    damaged = tmp_path / ".a.h5.interrupted"
+    data = damaged.read_bytes()
+    damaged.write_bytes(data[:500] + data[500:].replace(b"TREE", b"EERT"))
     first, second = find_unfinished(tmp_path)
-    assert "Object visitation failed" in first.damage
-    assert second.rows == {"x": 1}
+    assert "it is damaged" in first.damage
+    assert (first.rows, second.rows) == ({}, {"group/x": 1})
 
 
 def test_of_earlier_lives_the_one_with_the_most_rows_stays(tmp_path):

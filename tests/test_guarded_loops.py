@@ -44,7 +44,7 @@ def launch(
     folder.mkdir(exist_ok=True)
     command = [*FORKING, "--workers=2"]
     command += [f"--max-restarts={restarts}", f"--restart-codes={codes}", "--pause-seconds=0"]
-    return all_printed(completed(folder, [*command, PROGRAM, folder, plan, "workers"], 250))
+    return all_printed(completed([*command, PROGRAM, folder, plan, "workers"], 250))
 
 
 def events(folder: Path, example: str, name: str) -> list[dict[str, Any]]:

@@ -36,7 +36,7 @@ def launch(
     command = [*launcher, "--workers", str(workers), "--pause-seconds=0"]
     command += [f"--max-restarts={restarts}", "--restart-codes=42,143,137"]
     command += [PROGRAM, folder, plan, json.dumps(options)]
-    return all_printed(completed(folder, command, seconds or 60 + 60 * (1 + plan.count(":"))))
+    return all_printed(completed(command, seconds or 60 + 60 * (1 + plan.count(":"))))
 
 
 def events(folder: Path, name: str) -> list[dict[str, Any]]:
