@@ -87,6 +87,24 @@ def test_without_one_of_all_workers_the_newest_degraded_one_has_to_do(run):
     assert run.resumed() == (7, True)
 
 
+def test_a_run_with_backups_begins_anew_before_the_first_one_of_all_workers(run, caplog):
+    """From the beginning it ends as if nothing had happened, and repeats little."""
+    run.save(1, part=False)
+    assert run.backups.newest(WORKERS, else_degraded=False) is None
+    assert "it has not the parts of all workers: the run begins anew" in caplog.text
+    run.save(2)
+    run.save(3, part=False)
+    found = run.backups.newest(WORKERS, else_degraded=False)
+    assert found.manifest.step == 2
+    found.close()
+    # A part that is lost later is no reason to throw all of it away.
+    for part in (run.backups.directory / "worker-1").glob("run-*"):
+        part.unlink()
+    found = Run(run.backups.directory).backups.newest(WORKERS, else_degraded=False)
+    assert found.manifest.step == 3
+    found.close()
+
+
 def test_a_part_that_came_too_late_completes_its_checkpoint(run):
     run.save(4)
     run.save(6, part=False)

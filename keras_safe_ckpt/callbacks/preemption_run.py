@@ -130,6 +130,7 @@ class PreemptionRun:
             role=self._role,
             cohort=self._cohort,
             restore=settings.restore if settings.writes else False,
+            makes_backups=settings.makes_backups,
             facts=facts,
             reached=self._mark.read(),
             say=self._report.say,

@@ -42,6 +42,11 @@ class Settings(Ending):
         super().__post_init__()
 
     @property
+    def makes_backups(self) -> bool:
+        """Whether there are others than the checkpoint of a notice."""
+        return self.save_freq is not None or self.save_every_seconds is not None
+
+    @property
     def writes(self) -> bool:
         """Whether there are checkpoints of ours at all, and not only ``save_fn``."""
         return self.save_fn is None

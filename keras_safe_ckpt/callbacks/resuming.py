@@ -50,6 +50,7 @@ class Resuming:
         role: Role,
         cohort: Cohort | None,
         restore: bool | str,
+        makes_backups: bool,
         facts: Mapping[str, Any],
         reached: int | None,
         say: Callable[[str], None],
@@ -61,6 +62,7 @@ class Resuming:
         self._role = role
         self._cohort = cohort if role.trains_together else None
         self._restore = restore
+        self._makes_backups = makes_backups
         self._facts = facts
         self._reached = reached
         self._say = say
@@ -185,7 +187,9 @@ class Resuming:
         if self._cohort is None:
             return self._backups.newest()
         if self._role.chief:
-            found, name = self._backups.newest(self._role.world), None
+            # Less than what lies between two backups would be repeated, as it is later on.
+            found = self._backups.newest(self._role.world, else_degraded=not self._makes_backups)
+            name = None
             if found is not None:
                 name = found.path.name
                 parts = self._backups.missing_parts(found, self._role.world)

@@ -136,12 +136,13 @@ class Backups:
             retention=retention,
         )
 
-    def newest(self, workers: int = 1) -> Backup | None:
+    def newest(self, workers: int = 1, *, else_degraded: bool = True) -> Backup | None:
         """The newest one that is whole, None if there is none at all.
 
         One that has the parts of all ``workers`` comes before a newer one that has not: from there
-        the run ends as if nothing had happened. `CorruptCheckpointError` that names all of them
-        if there are some, and none is whole.
+        the run ends as if nothing had happened. Not ``else_degraded``: nor does it go on from one
+        that was saved without them before there was any; from the beginning it is exact as well.
+        `CorruptCheckpointError` that names all of them if there are some, and none is whole.
         """
         skipped: list[str] = []
         incomplete: list[Backup] = []
@@ -161,6 +162,13 @@ class Backups:
                     passed.close()
                 return backup
             incomplete.append(backup)
+        # A part that was damaged later is another thing: from there much may have been trained.
+        never_complete = not skipped and all(b.document.get("degraded") for b in incomplete)
+        if incomplete and never_complete and not else_degraded:
+            for passed in incomplete:
+                report(passed.path, "it has not the parts of all workers: the run begins anew")
+                passed.close()
+            return None
         for passed in incomplete[1:]:
             passed.close()
         if incomplete:
