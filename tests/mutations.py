@@ -393,6 +393,22 @@ MUTATIONS = (
         "tests/test_backups.py::test_a_checkpoint_of_all_workers_comes_before_a_newer_degraded_one",
     ),
     Mutation(
+        "Before the first one of all workers a run that makes backups begins anew",
+        "training/backups.py",
+        "if incomplete and never_complete and not else_degraded:",
+        "if False:",
+        "tests/test_backups.py::"
+        "test_a_run_with_backups_begins_anew_before_the_first_one_of_all_workers",
+    ),
+    Mutation(
+        "But not if the part of one was lost later",
+        "training/backups.py",
+        'not skipped and all(b.document.get("degraded") for b in incomplete)',
+        "not skipped",
+        "tests/test_backups.py::"
+        "test_a_run_with_backups_begins_anew_before_the_first_one_of_all_workers",
+    ),
+    Mutation(
         "Degraded checkpoints do not displace one of all workers",
         "training/backups.py",
         "KeepAny((KeepNewest(self._keep), _KeepNewestOfAll()))",
