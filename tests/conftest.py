@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import shutil
 import subprocess
 import tempfile
@@ -14,6 +15,11 @@ from forking import Forking, shared_forking
 from processes import require_root
 
 from keras_safe_ckpt.storage import temp_names
+
+# TensorFlow's matrix kernels for bfloat16 would use AMX, which some virtual machines announce and
+# then answer with an illegal instruction: a fault of nobody here. Before TensorFlow is imported,
+# and for the processes of tests as well.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 # The contract of the locks is not a test module: without this its assertions say nothing.
 pytest.register_assert_rewrite("lock_contract", "lock_schedules")

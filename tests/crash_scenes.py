@@ -266,8 +266,8 @@ def _look_at_merged(folder: Path) -> str:
 _CKPT = Family("ckpt", bare=True)
 
 
-def publish_bundle(folder: Path, value: int) -> None:
-    with stage(BundleDirectory(folder / "place"), _CKPT, 1) as staged:
+def publish_bundle(folder: Path, value: int, *, exactly: str | None = None) -> None:
+    with stage(BundleDirectory(folder / "place"), _CKPT, 1, exactly=exactly) as staged:
         try:
             for path in (folder / "made").glob(f"{value}.*"):
                 shutil.copyfile(path, staged.prefix + path.name.removeprefix(str(value)))
@@ -276,10 +276,10 @@ def publish_bundle(folder: Path, value: int) -> None:
         staged.publish(Keep(2))
 
 
-def prepare_bundles(made: Path, folder: Path) -> None:
+def prepare_bundles(made: Path, folder: Path, *, exactly: str | None = None) -> None:
     shutil.copytree(made, folder / "made")
     for value in (1, 2):
-        publish_bundle(folder, value)
+        publish_bundle(folder, value, exactly=exactly)
 
 
 def _look_at_bundles(folder: Path) -> str:
@@ -394,6 +394,14 @@ SCENES: dict[str, Scene] = {
         ("3,2,1",),
         as_good=("3,2,1",),
         new_again="3,3",
+    ),
+    "replaced bundle": Scene(
+        lambda folder: None,
+        _itself,
+        lambda folder: publish_bundle(folder, 3, exactly="ckpt"),
+        _look_at_bundles,
+        "2",
+        "3",
     ),
     "merge": Scene(
         _prepare_merge,

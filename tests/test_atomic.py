@@ -436,6 +436,40 @@ def test_sweeping_touches_nothing_else(tmp_path):
     assert sorted(os.listdir(tmp_path)) == before
 
 
+@pytest.mark.parametrize("call", ["unlink", "rmdir", "open", "fstat", "lstat", "scandir"])
+def test_scratch_directory_is_removed_although_a_call_fails_once(tmp_path, monkeypatch, call):
+    """No sweep comes before this process has ended."""
+    real, failed = getattr(os, call), []
+
+    def failing(*args, **kwargs):
+        if not failed:
+            failed.append(args)
+            raise OSError(5, "Input/output error")
+        return real(*args, **kwargs)
+
+    with scratch_directory(tmp_path) as directory:
+        (directory / "file").touch()
+        monkeypatch.setattr(os, call, failing)
+    assert failed
+    assert temps(tmp_path) == []
+
+
+def test_scratch_directory_that_cannot_be_opened_is_not_left(tmp_path, monkeypatch):
+    opened = os.open
+
+    def failing(path, flags, *args, **kwargs):
+        if flags & os.O_DIRECTORY and str(path).endswith(".kscktmp"):
+            monkeypatch.setattr(os, "open", opened)
+            raise OSError(24, "Too many open files")
+        return opened(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", failing)
+    with pytest.raises(OSError, match="Too many"), scratch_directory(tmp_path):
+        pytest.fail("it was not opened")
+    assert os.open is opened
+    assert temps(tmp_path) == []
+
+
 def test_scratch_directory_of_a_dead_process_is_swept(tmp_path):
     code = """
 from pathlib import Path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -510,6 +511,100 @@ def test_one_that_cannot_be_read_now_is_not_taken_for_damaged(tmp_path, made, mo
         newest(tmp_path)
 
 
+@pytest.fixture
+def failing_looks(monkeypatch):
+    """Lets a look at each path that ends so fail, as often as is said."""
+    stat = os.stat
+
+    def fail(ending: str, times: int = 1_000_000) -> None:
+        left = [times]
+
+        def failing(path, *args, **kwargs):
+            if left[0] and str(path).endswith(ending):
+                left[0] -= 1
+                raise OSError(5, "Input/output error")
+            return stat(path, *args, **kwargs)
+
+        monkeypatch.setattr(os, "stat", failing)
+
+    return fail
+
+
+def test_the_newest_is_not_taken_for_the_oldest_when_its_time_cannot_be_told(
+    tmp_path, made, failing_looks
+):
+    publish(tmp_path, made, 1)
+    publish(tmp_path, made, 2)
+    place = BundleDirectory(tmp_path)
+    failing_looks("ckpt-2.index")
+    with pytest.raises(UnreadableCheckpointError, match="EIO"), reading(place):
+        place.ordered(CKPT)
+
+
+def test_a_list_that_cannot_be_read_now_is_not_forgotten(tmp_path, made, monkeypatch):
+    publish(tmp_path, made, 1)
+    publish(tmp_path, made, 2)
+    opened = open
+
+    def broken(path, *args, **kwargs):
+        if str(path).endswith("/checkpoint"):
+            raise OSError(5, "Input/output error")
+        return opened(path, *args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("builtins.open", broken)
+        with pytest.raises(CheckpointWriteError, match="EIO"):
+            publish(tmp_path, made, 3)
+        with pytest.raises(UnreadableCheckpointError, match="EIO"):
+            read_in_turn(tmp_path)
+    publish(tmp_path, made, 4)
+    assert len(names_in(tmp_path)) == 2  # Those of before are still managed, and pruned.
+    assert newest(tmp_path) == 4
+
+
+def read_in_turn(directory: Path) -> list[str]:
+    place = BundleDirectory(directory)
+    with reading(place):
+        return [bundle.name for bundle in place.ordered(CKPT)]
+
+
+@pytest.mark.parametrize("what", ["directory", "pipe", "socket", "link to itself"])
+def test_a_list_that_is_no_file_lists_nothing(tmp_path, made, monkeypatch, what):
+    publish(tmp_path, made, 1)
+    state = tmp_path / "checkpoint"
+    state.unlink()
+    if what == "directory":
+        state.mkdir()
+    elif what == "pipe":
+        os.mkfifo(state)
+    elif what == "link to itself":
+        state.symlink_to(state)
+    else:
+        monkeypatch.chdir(tmp_path)  # A whole path may be too long for one.
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(state.name)
+    assert read_state(tmp_path) is None
+    assert read_in_turn(tmp_path) == ["ckpt-1"]
+
+
+def test_a_list_of_old_without_times_whose_time_cannot_be_told(tmp_path, made, failing_looks):
+    """As the v1 Saver of TensorFlow writes it."""
+    copy_bundle(made / "1", tmp_path / "ckpt-1")
+    lines = 'model_checkpoint_path: "ckpt-1"\nall_model_checkpoint_paths: "ckpt-1"\n'
+    long_name = f'all_model_checkpoint_paths: "{"x" * 300}"\n'
+    (tmp_path / "checkpoint").write_text(lines + long_name)
+    assert set(read_state(tmp_path).listed) == {"ckpt-1", "x" * 300}
+    failing_looks("ckpt-1.index")
+    with pytest.raises(OSError, match="Input/output"):
+        read_state(tmp_path)
+
+
+def test_a_directory_that_cannot_be_looked_at_now(tmp_path, failing_looks):
+    failing_looks(tmp_path.name)
+    with pytest.raises(UnreadableCheckpointError, match="EIO"):
+        BundleDirectory(tmp_path)
+
+
 def test_a_damaged_one_is_passed_over(tmp_path, made, caplog):
     for value in (1, 2, 3):
         publish(tmp_path, made, value, keep=Keep())
@@ -658,22 +753,28 @@ def test_killed_at_every_system_call(tmp_path, made, scene, record_property):
     record_property("campaign", f"bundles, {scene}: {kills}, all put right")
 
 
-def prepare_faults(made: Path) -> Callable[[Path], None]:
-    return lambda folder: prepare_bundles(made, folder)
+#: What each of them is called that is published: None for the next number.
+FAILING: dict[str, str | None] = {"bundles": None, "replaced bundle": "ckpt"}
 
 
-def test_each_call_that_changes_the_disk_fails(tmp_path, made):
-    prepare = prepare_faults(made)
-    faults = of_what_changes_the_disk(enumerate_faults("bundles", tmp_path, prepare))
-    assert check_faults("bundles", faults[::4], tmp_path, prepare).failed > 0
+def prepare_faults(made: Path, name: str) -> Callable[[Path], None]:
+    return lambda folder: prepare_bundles(made, folder, exactly=FAILING[name])
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_each_call_that_changes_the_disk_fails(tmp_path, made, name):
+    prepare = prepare_faults(made, name)
+    faults = of_what_changes_the_disk(enumerate_faults(name, tmp_path, prepare))
+    assert check_faults(name, faults[::6], tmp_path, prepare).failed > 0
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(1200)
-def test_every_call_fails_in_every_way(tmp_path, made, record_property):
-    prepare = prepare_faults(made)
-    faults = enumerate_faults("bundles", tmp_path, prepare)
-    record_property("campaign", f"bundles: {check_faults('bundles', faults, tmp_path, prepare)}")
+@pytest.mark.parametrize("name", FAILING)
+def test_every_call_fails_in_every_way(tmp_path, made, name, record_property):
+    prepare = prepare_faults(made, name)
+    faults = enumerate_faults(name, tmp_path, prepare)
+    record_property("campaign", f"{name}: {check_faults(name, faults, tmp_path, prepare)}")
 
 
 def test_killed_at_random_while_others_save_and_read(tmp_path, made):

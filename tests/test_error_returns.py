@@ -12,8 +12,9 @@ from warm import warm_process
 
 from keras_safe_ckpt.storage.events import EventLog
 
-#: One does not hear of its error, one has a witness that fails, and one needs TensorFlow.
-NAMES = [n for n in SCENES if n not in ("background", "witnessed lock", "bundles")]
+#: One does not hear of its error, one has a witness that fails, and two need TensorFlow.
+_OTHERS = ("background", "witnessed lock", "bundles", "replaced bundle")
+NAMES = [name for name in SCENES if name not in _OTHERS]
 
 
 def of_a_sick_disk(faults: list[Fault]) -> list[Fault]:

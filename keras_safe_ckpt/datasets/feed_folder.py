@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from keras_safe_ckpt.errors import CheckpointWriteError, UnsafePathError
-from keras_safe_ckpt.storage.atomic import write_atomically
+from keras_safe_ckpt.storage.atomic import remove_tree, write_atomically
 from keras_safe_ckpt.storage.error_facts import from_facts
 from keras_safe_ckpt.storage.paths import refuse_linked_directory, sync_directory
 
@@ -129,7 +128,7 @@ class FeedFolder:
         """What `clear` has left when it was killed."""
         if self._past.is_symlink():  # Nothing of ours, and a folder could not take its name.
             self._past.unlink()
-        shutil.rmtree(self._past, ignore_errors=True)
+        remove_tree(self._past)
 
     @property
     def _past(self) -> Path:

@@ -207,14 +207,29 @@ def scratch_directory(parent: Path | None, name: str = "scratch") -> Iterator[Pa
     path = Path(parent or tempfile.gettempdir()) / new_temp_name(name)
     make_directory(path.parent)
     path.mkdir(mode=0o700)
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        # For a sweeper in another container, which does not see this process.
-        _claim_if_possible(descriptor)
-        yield path
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            # For a sweeper in another container, which does not see this process.
+            _claim_if_possible(descriptor)
+            yield path
+        finally:
+            let_go(descriptor)
     finally:
-        let_go(descriptor)
-        shutil.rmtree(path, ignore_errors=True)
+        remove_tree(path)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory that nobody needs any more; what cannot be removed is left to a sweep.
+
+    Tried twice: an error may be of the moment, and no sweep comes before this process has ended.
+    """
+    for _ in range(2):
+        with contextlib.suppress(OSError):  # Some, of a look at what it has opened, it does raise.
+            shutil.rmtree(path, ignore_errors=True)
+        if not os.path.lexists(path):
+            return
+    _log.info("Could not remove %s: it is left to a later save of another process.", path)
 
 
 def sweep_orphans(directory: Path) -> list[str]:

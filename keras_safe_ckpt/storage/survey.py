@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -164,16 +164,27 @@ def _may_be_ours(path: Path) -> bool:
 
 
 def _find_bundles(directory: Path) -> list[Path]:
-    state = None
+    listed: Collection[str] | None = None
     found = []
     for name, kinds in find_parts(directory, None).items():
         if any(map(is_data, kinds)):
             found.append(directory / name)
         elif INDEX in kinds:
-            state = state or read_state(directory)
-            if state is not None and name in state.listed:
+            listed = _listed(directory) if listed is None else listed
+            if name in listed:
                 found.append(directory / name)
     return found
+
+
+def _listed(directory: Path) -> Collection[str]:
+    """What TensorFlow's list names; every index if it cannot be read: nobody can say that it does
+    not.
+    """
+    try:
+        state = read_state(directory)
+    except OSError:
+        return find_parts(directory, None)
+    return state.listed if state else ()
 
 
 def _has_data(path: Path) -> bool:

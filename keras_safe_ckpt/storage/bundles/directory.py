@@ -35,6 +35,7 @@ from keras_safe_ckpt.storage.lock_backend import HeldLock, Locks
 from keras_safe_ckpt.storage.locks import chosen_locks
 from keras_safe_ckpt.storage.paths import absolute
 from keras_safe_ckpt.storage.publishing import LOCK_NAME
+from keras_safe_ckpt.storage.translation import reading_only
 
 _log = logging.getLogger(__name__)
 
@@ -55,8 +56,9 @@ class BundleDirectory:
         absolute(directory)  # Refuses what is no path of a file system.
         # One directory has one lock, however it is called.
         self.path = Path(os.path.realpath(directory))
-        if self.path.exists() and not self.path.is_dir():
-            raise UnsafePathError(self.path, "it is a file, and a directory was expected")
+        with reading_only(self.path):
+            if self.path.exists() and not self.path.is_dir():
+                raise UnsafePathError(self.path, "it is a file, and a directory was expected")
         self.locks: Locks = chosen_locks(locks)
         self.state_name = state_name
         self.meta_suffix = meta_suffix
@@ -95,6 +97,7 @@ class BundleDirectory:
         return find_parts(self.path, self.meta_suffix)
 
     def state(self) -> State | None:
+        """None if nothing is listed; `OSError` if that cannot be told now."""
         return read_state(self.path, self.state_name)
 
     def keep_state(self, state: State) -> None:
@@ -145,16 +148,15 @@ class BundleDirectory:
         return True
 
     def time_of(self, name: str) -> float:
-        """When it was published; 0 for one without an index."""
-        return _modified(Bundle(self.path, name).index)
+        """When it was published; 0 for one without an index.
+
+        `OSError` if that cannot be told now: the newest one would count as the oldest.
+        """
+        try:
+            return Bundle(self.path, name).index.stat().st_mtime
+        except FileNotFoundError:
+            return 0.0
 
     def has_file(self, name: str) -> bool:
         """One of the first version of the format is a file of that very name."""
         return (self.path / name).is_file()
-
-
-def _modified(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0

@@ -10,13 +10,12 @@ import contextlib
 import json
 import logging
 import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from keras_safe_ckpt.errors import SafeCheckpointError
-from keras_safe_ckpt.storage.atomic import find_orphans, sweep_orphans, sync_file
+from keras_safe_ckpt.storage.atomic import find_orphans, remove_tree, sweep_orphans, sync_file
 from keras_safe_ckpt.storage.bundles.bundle import Bundle
 from keras_safe_ckpt.storage.bundles.directory import BundleDirectory
 from keras_safe_ckpt.storage.bundles.files import INDEX, double, is_data, remove
@@ -24,6 +23,7 @@ from keras_safe_ckpt.storage.bundles.state_file import State, read_state, write_
 from keras_safe_ckpt.storage.paths import sync_directory
 from keras_safe_ckpt.storage.publishing import LOCK_NAME
 from keras_safe_ckpt.storage.temp_names import owner_of, target_of
+from keras_safe_ckpt.storage.translation import reading_only
 
 _log = logging.getLogger(__name__)
 
@@ -78,12 +78,16 @@ def abandon(folder: Path) -> None:
 
 @contextlib.contextmanager
 def reading(directory: BundleDirectory) -> Iterator[None]:
-    """Nothing is deleted or replaced meanwhile; what is half-way is put right before."""
-    if any(_unfinished(directory.path)) and os.access(directory.path, os.W_OK):
-        with directory.locks.exclusive(directory.path / LOCK_NAME):
-            recover(directory)
-    with directory.reading():
-        yield
+    """Nothing is deleted or replaced meanwhile; what is half-way is put right before.
+
+    `UnreadableCheckpointError` for what the system says to any of it.
+    """
+    with reading_only(directory.path):
+        if any(_unfinished(directory.path)) and os.access(directory.path, os.W_OK):
+            with directory.locks.exclusive(directory.path / LOCK_NAME):
+                recover(directory)
+        with directory.reading():
+            yield
 
 
 def recover(directory: BundleDirectory) -> None:
@@ -111,7 +115,7 @@ def finish(directory: BundleDirectory, folder: Path) -> None:
             _list(directory, journal)
         # First of all: without the other files it would tell something else.
         os.unlink(folder / _JOURNAL)
-    shutil.rmtree(folder, ignore_errors=True)
+    remove_tree(folder)
 
 
 def _unfinished(directory: Path) -> Iterator[Path]:

@@ -6,6 +6,7 @@ TensorFlow, and believed only where the checkpoints themselves do not tell more.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import re
@@ -32,6 +33,8 @@ _LONGEST_LINE = 1 << 16
 #: TensorFlow passes over comments, and drops them when it writes the file: then what is not
 #: listed is not deleted.
 _STAYS = "# keras_safe_ckpt: the newest one is not to be deleted"
+#: There is nothing, or something that is no file; any other error is of the moment.
+_NO_FILE = (errno.ENOENT, errno.EISDIR, errno.EINVAL, errno.ELOOP, errno.ENXIO)
 #: A time that far ahead is none.
 _TEN_YEARS = 10 * 365 * 86400.0
 
@@ -50,29 +53,27 @@ class State:
 
 
 def read_state(directory: Path, name: str = DEFAULT_NAME) -> State | None:
-    """What the file says of this directory; None if it is not there or says nothing sensible."""
+    """What the file says of this directory; None if it is not there or says nothing sensible.
+
+    `OSError` if it cannot be read now: what it lists would be forgotten, and never deleted.
+    """
+    text = _read(directory / name)
+    if text is None:
+        return None
     try:
-        with open_regular(directory / name) as file:
-            if os.fstat(file.fileno()).st_size > _LARGEST_BYTES:
-                return None
-            text = file.read()
         fields = list(_fields(text))
         times = [_sane(value) for key, value in fields if key == _TIMES]
         preserved = [_sane(value) for key, value in fields if key == _PRESERVED]
-    except (OSError, ValueError):
+    except ValueError:
         return None
-    paths = [os.fsdecode(value) for key, value in fields if key == _ALL]
+    names = [_name_in(directory, os.fsdecode(value)) for key, value in fields if key == _ALL]
     if not any(key == _LATEST and value for key, value in fields):
         return None  # Cut off, or empty.
     known = [since for since in times if since is not None]
-    if len(known) != len(paths):
+    if len(known) != len(names):
         # The v1 Saver of TensorFlow keeps none; the order of the list is the order of the saves.
-        known = list(itertools.accumulate((_time_of(directory, path) for path in paths), max))
-    entries = [
-        (since, own)
-        for path, since in zip(paths, known, strict=True)
-        if (own := _name_in(directory, path)) is not None
-    ]
+        known = list(itertools.accumulate((_time_of(directory, own) for own in names), max))
+    entries = [(since, own) for own, since in zip(names, known, strict=True) if own is not None]
     # By the times, and among equals as they are listed.
     entries.sort(key=lambda entry: entry[0])
     listed = {own: since for since, own in entries}
@@ -94,6 +95,18 @@ def write_state(directory: Path, state: State, newest: str, name: str = DEFAULT_
         *([_STAYS] if state.newest_stays else []),
     ]
     write_atomically(directory / name, "".join(f"{line}\n" for line in lines).encode("ascii"))
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        with open_regular(path) as file:
+            if os.fstat(file.fileno()).st_size > _LARGEST_BYTES:
+                return None
+            return file.read()
+    except OSError as error:
+        if error.errno in _NO_FILE:
+            return None
+        raise
 
 
 def _fields(text: bytes) -> Iterator[tuple[str, bytes]]:
@@ -129,11 +142,16 @@ def _sane(value: bytes) -> float | None:
     return seconds if 0 <= seconds <= time.time() + _TEN_YEARS else None
 
 
-def _time_of(directory: Path, path: str) -> float:
-    try:
-        return os.stat(os.path.join(directory, f"{path}.index")).st_mtime
-    except (OSError, ValueError):
+def _time_of(directory: Path, name: str | None) -> float:
+    """0 for one that is gone, or elsewhere."""
+    if name is None:
         return 0.0
+    try:
+        return os.stat(directory / f"{name}.index").st_mtime
+    except OSError as error:
+        if error.errno in (*_NO_FILE, errno.ENAMETOOLONG):
+            return 0.0
+        raise
 
 
 def _name_in(directory: Path, path: str) -> str | None:

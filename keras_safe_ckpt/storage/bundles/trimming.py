@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from keras_safe_ckpt.errors import CheckpointWriteError
 from keras_safe_ckpt.storage.bundles.bundle import Bundle
 from keras_safe_ckpt.storage.bundles.directory import BundleDirectory
 from keras_safe_ckpt.storage.bundles.files import INDEX, remove
 from keras_safe_ckpt.storage.bundles.recovery import recover
 from keras_safe_ckpt.storage.bundles.state_file import State
 from keras_safe_ckpt.storage.publishing import LOCK_NAME
+from keras_safe_ckpt.storage.translation import writing
 
 _NUMBERED = re.compile(r"(.*)-\d{1,19}", re.DOTALL)
 
@@ -64,7 +64,10 @@ def plan_trimming(directory: BundleDirectory, most: int) -> Trimming:
 
 def trim(directory: BundleDirectory, most: int) -> list[str]:
     """Delete what is planned; nothing of a family unless one of it that stays was verified."""
-    with directory.locks.exclusive(directory.path / LOCK_NAME) as lock:
+    with (
+        writing(directory.path),
+        directory.locks.exclusive(directory.path / LOCK_NAME) as lock,
+    ):
         recover(directory)
         doomed = [
             name
@@ -80,14 +83,11 @@ def trim(directory: BundleDirectory, most: int) -> list[str]:
         with directory.without_readers() as readers:
             lock.ensure_held()
             readers.ensure_held()
-            try:
-                # First the list: it must never name what is gone.
-                directory.keep_state(State(left, state.preserved, state.newest_stays))
-                parts = directory.parts()
-                for name in doomed:
-                    remove(directory.path, name, parts.get(name, ()))
-            except OSError as error:
-                raise CheckpointWriteError(directory.path, error) from error
+            # First the list: it must never name what is gone.
+            directory.keep_state(State(left, state.preserved, state.newest_stays))
+            parts = directory.parts()
+            for name in doomed:
+                remove(directory.path, name, parts.get(name, ()))
         directory.events.record("prune", files=doomed)
     return doomed
 
