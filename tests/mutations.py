@@ -218,6 +218,28 @@ MUTATIONS = (
     ),
     # Attackers.
     Mutation(
+        "A list of TensorFlow's that cannot be read for a moment is not taken for none",
+        "storage/bundles/state_file.py",
+        "        if error.errno in _NO_FILE:\n            return None\n        raise",
+        "        return None",
+        "tests/test_bundle_directory.py::test_a_list_that_cannot_be_read_now_is_not_forgotten",
+    ),
+    Mutation(
+        "Nor the newest checkpoint for the oldest",
+        "storage/bundles/directory.py",
+        "except FileNotFoundError:\n            return 0.0",
+        "except OSError:\n            return 0.0",
+        "tests/test_bundle_directory.py::"
+        "test_the_newest_is_not_taken_for_the_oldest_when_its_time_cannot_be_told",
+    ),
+    Mutation(
+        "A folder that cannot be removed at first is tried again",
+        "storage/atomic.py",
+        "for _ in range(2):",
+        "for _ in range(1):",
+        "tests/test_atomic.py::test_scratch_directory_is_removed_although_a_call_fails_once",
+    ),
+    Mutation(
         "What Keras refuses is an error of the tree, and nothing of it is executed",
         "storage/restore.py",
         "raise IncompatibleCheckpointError(path, [_said(error)]) from error",
@@ -376,6 +398,13 @@ MUTATIONS = (
         "max(posts.values()) + 1",
         "max(posts.values())",
         "tests/test_agreement.py::test_the_flag_of_a_running_step_is_never_overtaken",
+    ),
+    Mutation(
+        "Whoever has a notice after a step does not begin the next one",
+        "cluster/agreement.py",
+        "self._reading.wait_for(lambda: self._has_read(number), _MARGIN_SECONDS)",
+        "pass",
+        "tests/test_agreement.py::test_whoever_asks_after_a_step_halts_there",
     ),
     Mutation(
         "What another has saved in place of the chief is not of all workers",

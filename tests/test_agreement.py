@@ -222,6 +222,25 @@ def test_the_flag_of_a_running_step_is_never_overtaken():
     assert cluster.agreements[1].after_step() == (request,)
 
 
+class SlowStore(LocalStore):
+    """One whose readers hear late of what is there."""
+
+    def get(self, key, seconds):
+        value = super().get(key, seconds)
+        if value is not None and "/log/" in key:
+            threading.Event().wait(0.3)
+        return value
+
+
+def test_whoever_asks_after_a_step_halts_there():
+    """A step more would fail if another worker has died, and nothing be saved."""
+    members = ("worker 0", "worker 1")
+    cohort = opened(Cohort(SlowStore(), "worker 0", members, next(_generations)))
+    agreement = opened(agreement_in(cohort, "stop"))
+    assert agreement.request("stop", "SIGTERM")
+    assert agreement.expects
+
+
 def test_the_time_that_is_left_comes_with_a_request():
     cluster = Cluster(2)
     seen = cluster.train(

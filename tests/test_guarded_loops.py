@@ -126,7 +126,9 @@ def test_workers_that_die(tmp_path, two_undisturbed):
     assert done.returncode == 0, done.stdout
     assert facts(tmp_path) == two_undisturbed
     assert events(tmp_path, "run", "preempted") == []
-    (ended,) = events(tmp_path, "scope", "preempted")
+    preempted = events(tmp_path, "scope", "preempted")
+    assert len(preempted) == 1, done.stdout
+    ended = preempted[0]
     assert ended["degraded"], done.stdout
     assert ended["outcome"].startswith("saved, degraded"), done.stdout
     assert ended["runs"] == 3

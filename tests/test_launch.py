@@ -138,7 +138,8 @@ def test_workers_get_a_cluster_of_their_own_and_their_output_has_names(tmp_path)
 
 
 def test_a_restart_code_starts_all_again_on_new_ports(tmp_path):
-    script = ("others,42/catch,wait/0", "catch,ready,wait/143/0")
+    # Each waits until the other has counted its life, and would catch a signal.
+    script = ("others,42/catch,ready,wait/0", "catch,ready,wait/others,143/0")
     done = launch(tmp_path, WORKER, *script, launcher=IMPATIENT)
     assert done.returncode == 0, done.stderr
     lives = ports_of(tmp_path, 0)

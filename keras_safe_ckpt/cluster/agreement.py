@@ -146,13 +146,26 @@ class ClusterAgreement:
         self._steps = 0
         self._rounds: deque[_Round] = deque()
         self._closed = False
+        #: How many entries of the log have become rounds here.
+        self._entries_read = 0
+        self._reading = threading.Condition()
         self._log_read = threading.Event()
         self._log_error: AgreementError | None = None
         cohort.on_failure(self._give_up)
         _in_background(self._read_log)
 
     def request(self, purpose: str, reason: str, *, seconds_left: float | None = None) -> bool:
-        return self._append([purpose, reason, self._cohort.task, seconds_left])
+        number = self._append([purpose, reason, self._cohort.task, seconds_left])
+        if number is None:
+            return False
+        # Whoever asks at the end of a step halts there, and not after one step more: if another
+        # worker has died that one fails, and nothing could be saved any more.
+        with self._reading:
+            self._reading.wait_for(lambda: self._has_read(number), _MARGIN_SECONDS)
+        return True
+
+    def _has_read(self, number: int) -> bool:
+        return self._entries_read > number or self._log_read.is_set()
 
     @property
     def expects(self) -> bool:
@@ -186,12 +199,13 @@ class ClusterAgreement:
         except AgreementError as gone:
             _log.debug("Closed without the store: %s", gone)  # Its reader knows, too.
 
-    def _append(self, entry: list[Any]) -> bool:
+    def _append(self, entry: list[Any]) -> int | None:
+        """Its number in the log; None if that has ended."""
         for number in itertools.count():
             if self._cohort.put(f"{self._name}/log/{number}", entry):
-                return True
+                return number
             if self._entry(number) == _END:
-                return False
+                return None
         raise AssertionError("unreachable")
 
     def _entry(self, number: int) -> list[Any]:
@@ -223,12 +237,17 @@ class ClusterAgreement:
                     return
                 round = _Round(number, Request.within(*entry))
                 self._rounds.append(round)
+                with self._reading:
+                    self._entries_read = number + 1
+                    self._reading.notify_all()
                 # On a thread of its own: the next request does not wait for this one.
                 _in_background(self._settle, round)
         except AgreementError as gone:
             self._log_error = gone
         finally:
-            self._log_read.set()
+            with self._reading:
+                self._log_read.set()
+                self._reading.notify_all()
 
     def _settle(self, round: _Round) -> None:
         key = f"{self._name}/round/{round.number}"
