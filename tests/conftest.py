@@ -19,10 +19,16 @@ from keras_safe_ckpt.storage import temp_names
 # TensorFlow's matrix kernels for bfloat16 would use AMX, which some virtual machines announce and
 # then answer with an illegal instruction: a fault of nobody here. Before TensorFlow is imported,
 # and for the processes of tests as well.
-os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 # The contract of the locks is not a test module: without this its assertions say nothing.
 pytest.register_assert_rewrite("lock_contract", "lock_schedules")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """``-n auto``: one more than there are cores, for many tests wait for processes of theirs."""
+    return 1 + (os.cpu_count() or 1)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

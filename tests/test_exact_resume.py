@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forking import shared_forking
 from processes import environment
 
 PROGRAM = Path(__file__).with_name("interrupted.py")
@@ -21,23 +20,19 @@ EQUAL = ("history", "epochs", "weights", "optimizer", "csv", "best", "hooks")
 def live(folder: Path, cases: dict[str, tuple[str, ...]], **options: Any) -> list[list[Any]]:
     """For each case the undisturbed run, then one for each plan; all in one process."""
     plans = [(case, plan) for case in cases for plan in ("", *cases[case])]
-    done = subprocess.run(
-        [
-            sys.executable,
-            PROGRAM,
-            folder,
-            json.dumps(options),
-            *(w for pair in plans for w in pair),
-        ],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=60 + 30 * len(plans),
+    folder.mkdir(exist_ok=True)
+    words = [json.dumps(options), *(word for pair in plans for word in pair)]
+    process = shared_forking().start(
+        environment(), PROGRAM, folder, *words, prints_to=folder / "program"
     )
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert [(run["case"], run["plan"]) for run in found] == plans, done.stdout + done.stderr
+    try:
+        out, err = process.communicate(60 + 30 * len(plans))
+    finally:
+        process.kill()
+    found = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    assert [(run["case"], run["plan"]) for run in found] == plans, out + err
     for run in found:
-        assert run["codes"][-1] == 0, (run["case"], run["plan"], run["codes"], done.stderr)
+        assert run["codes"][-1] == 0, (run["case"], run["plan"], run["codes"], err)
     return [[run for run in found if run["case"] == case] for case in cases]
 
 
@@ -75,27 +70,22 @@ def batches(seen: str) -> list[str]:
 
 #: Hooks of a run: 1 is the beginning of an epoch, then two for each batch, the validation, ...
 ARRAYS = {
-    "arrays": ("13", "17k", "17w"),
-    "split": ("9,27",),
+    "arrays": ("13,17k,20w",),
     "random": ("20,27w",),
     "stopping": ("20,30",),
 }
 DATASETS = {
     "dataset": ("18,30,35w",),
-    "global seed": ("27w",),
     "repeated": ("14,22w",),
-    "unknown size": ("9,20w",),
     "drawn on the way": ("20,34w",),
 }
 PYTHON = {
     "generator": ("15,26w",),
-    "python": ("20,24w",),
     "python, two threads": ("20",),
 }
 MODELS = {
     "averages": ("13,27w",),
     "several steps": ("5,13,17w",),
-    "own step": ("9,27w",),
 }
 MIRRORED = {"mirrored": ("14",)}
 GROUPS = {
@@ -109,7 +99,6 @@ _HOOKS_31 = ("9,16", "13", "20w", "30,31")
 MORE_CASES = {
     "arrays": ("9", "20w"),
     "stopping": ("9", "31"),
-    "global seed": ("20", "27w"),
     "python, two threads": ("20", "24w"),
     "python, two threads, in order": ("20", "24w"),
     "split": ("9,27", "17w"),
@@ -117,7 +106,8 @@ MORE_CASES = {
     "eager": ("20", "27w"),
     "compiled": ("20", "27w"),
     "several steps": ("5,8", "7", "13w", "22,23"),
-    **dict.fromkeys((*DATASETS, "generator", "python", "averages", "own step"), _HOOKS_31),
+    **dict.fromkeys((*DATASETS, "global seed", "unknown size"), _HOOKS_31),
+    **dict.fromkeys(("generator", "python", "averages", "own step"), _HOOKS_31),
     **dict.fromkeys(("random", "mirrored", "mirrored, distributed"), _HOOKS_31),
 }
 

@@ -86,7 +86,7 @@ def shared_by_hand(case, workers):
     ]
 
 
-SAMPLE = [*SPLIT, "synchronized", "four steps, repeated", "python"]
+SAMPLE = [*SPLIT, "synchronized", "four steps, repeated"]
 
 
 @pytest.mark.parametrize(
