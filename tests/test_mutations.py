@@ -72,7 +72,7 @@ def project(tmp_path: Path) -> Path:
 
 
 @pytest.mark.campaign
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_every_mutation_is_noticed(project, record_property):
     tests = sorted({mutation.test for mutation in MUTATIONS})
     whole = run_in(project, *tests)
