@@ -276,10 +276,14 @@ def publish_bundle(folder: Path, value: int, *, exactly: str | None = None) -> N
         staged.publish(Keep(2))
 
 
-def prepare_bundles(made: Path, folder: Path, *, exactly: str | None = None) -> None:
+#: The scenes of them, and what each is called that is published there: None for the next number.
+BUNDLES: dict[str, str | None] = {"bundles": None, "replaced bundle": "ckpt"}
+
+
+def prepare_bundles(name: str, made: Path, folder: Path) -> None:
     shutil.copytree(made, folder / "made")
     for value in (1, 2):
-        publish_bundle(folder, value, exactly=exactly)
+        publish_bundle(folder, value, exactly=BUNDLES[name])
 
 
 def _look_at_bundles(folder: Path) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from bundle_files import PUBLISHING, copy_bundle, leftovers, names_in, value_of, write_value
-from crash_scenes import prepare_bundles
+from crash_scenes import BUNDLES, prepare_bundles
 from failing import check_faults, enumerate_faults, of_what_changes_the_disk
 from keras_setup import tf
 from killing import Kills, Operation, killed_at_each
@@ -753,15 +753,11 @@ def test_killed_at_every_system_call(tmp_path, made, scene, record_property):
     record_property("campaign", f"bundles, {scene}: {kills}, all put right")
 
 
-#: What each of them is called that is published: None for the next number.
-FAILING: dict[str, str | None] = {"bundles": None, "replaced bundle": "ckpt"}
-
-
 def prepare_faults(made: Path, name: str) -> Callable[[Path], None]:
-    return lambda folder: prepare_bundles(made, folder, exactly=FAILING[name])
+    return lambda folder: prepare_bundles(name, made, folder)
 
 
-@pytest.mark.parametrize("name", FAILING)
+@pytest.mark.parametrize("name", BUNDLES)
 def test_each_call_that_changes_the_disk_fails(tmp_path, made, name):
     prepare = prepare_faults(made, name)
     faults = of_what_changes_the_disk(enumerate_faults(name, tmp_path, prepare))
@@ -770,7 +766,7 @@ def test_each_call_that_changes_the_disk_fails(tmp_path, made, name):
 
 @pytest.mark.campaign
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", FAILING)
+@pytest.mark.parametrize("name", BUNDLES)
 def test_every_call_fails_in_every_way(tmp_path, made, name, record_property):
     prepare = prepare_faults(made, name)
     faults = enumerate_faults(name, tmp_path, prepare)

@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from crash_scenes import SCENES, SETUP
+from crash_scenes import BUNDLES, SCENES, SETUP
 from killing import Kills, Operation, killed_at_each
 from processes import wait_until
 
@@ -17,7 +17,7 @@ from keras_safe_ckpt.storage.lock_owner import flock_holders
 
 ACT = "scene.act(context)"
 #: Those that are killed elsewhere, with more of what they do.
-ELSEWHERE = ("shard", "append", "split", "worker file", "merge", "bundles", "lock")
+ELSEWHERE = ("shard", "append", "split", "worker file", "merge", "lock", *BUNDLES)
 KILLED = [name for name in SCENES if name not in (*ELSEWHERE, "witnessed lock")]
 #: Each of these comes to calls that the others do not.
 QUICK = ("first", "replacing", "pruning", "set aside", "keras", "background", "large", "prune")

@@ -6,15 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-from crash_scenes import SCENES
+from crash_scenes import BUNDLES, SCENES
 from failing import Fault, check_faults, enumerate_faults, of_what_changes_the_disk, watch
 from warm import warm_process
 
 from keras_safe_ckpt.storage.events import EventLog
 
-#: One does not hear of its error, one has a witness that fails, and two need TensorFlow.
-_OTHERS = ("background", "witnessed lock", "bundles", "replaced bundle")
-NAMES = [name for name in SCENES if name not in _OTHERS]
+#: One does not hear of its error, one has a witness that fails, and some need TensorFlow.
+NAMES = [n for n in SCENES if n not in ("background", "witnessed lock", *BUNDLES)]
 
 
 def of_a_sick_disk(faults: list[Fault]) -> list[Fault]:

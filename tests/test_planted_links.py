@@ -12,7 +12,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from crash_scenes import prepare_bundles, steps_of
+from crash_scenes import BUNDLES, prepare_bundles, steps_of
 from planting import Outside, Written, check_links, plant, watch, written_in
 from snapshots import make_snapshot, stored_seed
 from written_scenes import WRITTEN
@@ -58,24 +58,25 @@ def test_a_link_among_what_a_central_writer_says(tmp_path, path, kind):
 
 @pytest.mark.campaign
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", [name for name in WRITTEN if name != "bundles"])
+@pytest.mark.parametrize("name", [name for name in WRITTEN if name not in BUNDLES])
 def test_every_link_at_every_path_that_is_written(tmp_path, name, record_property):
     record_property("campaign", f"{name}: {check_links(name, tmp_path)}")
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(900)
-def test_every_link_at_every_path_of_a_checkpoint_of_tensorflow(tmp_path, record_property):
+@pytest.mark.parametrize("name", BUNDLES)
+def test_every_link_at_every_path_of_a_checkpoint_of_tensorflow(tmp_path, name, record_property):
     from bundle_files import write_value  # With TensorFlow, which the others do without.
 
     for value in (1, 2, 3):
         write_value(tmp_path / "made" / str(value), value)
 
     def prepare(folder: Path) -> None:
-        prepare_bundles(tmp_path / "made", folder)
+        prepare_bundles(name, tmp_path / "made", folder)
 
-    tally = check_links("bundles", tmp_path / "trials", prepare=prepare)
-    record_property("campaign", f"bundles: {tally}")
+    tally = check_links(name, tmp_path / "trials", prepare=prepare)
+    record_property("campaign", f"{name}: {tally}")
 
 
 # Links that lead to something that is taken for what it is not.

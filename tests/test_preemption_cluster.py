@@ -6,7 +6,6 @@ import json
 import os
 import random
 import subprocess
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -117,14 +116,10 @@ def test_a_worker_that_dies_on_the_way_leaves_a_marked_checkpoint(tmp_path, work
         (first_life,) = [
             line for line in done.stdout.splitlines() if line.startswith("[launch] start ")
         ]
-        if f"worker {worker}: code 137" in first_life and ": code 1," not in f"{first_life},":
+        if f"worker {worker}: code 137" in first_life:
             break
-        # Else all had agreed on the very step in which the notice came. Or, seen once and not
-        # understood yet, the other one failed: perhaps it had not heard of the notice when its
-        # peer was killed. What it said then is in the summary of the tests.
-        if ": code 1," in f"{first_life},":
-            warnings.warn(f"{first_life}\n{done.stdout[:8000]}", stacklevel=1)
-    assert f"worker {1 - worker}: code 42" in first_life, "it asks to be started again"
+        # Else all had agreed on the very step in which the notice came.
+    assert f"worker {1 - worker}: code 42" in first_life, done.stdout
     (preempted,) = events(tmp_path, "preempted")
     assert preempted["outcome"].startswith("saved, ")
     resumed = events(tmp_path, "resume")
