@@ -35,6 +35,11 @@ CASES = {
     "arrays": Case(data="arrays"),
     "shuffled arrays": Case(data="shuffled arrays"),
     "python": Case(data="python"),
+    # Several of the above at once, for the sample.
+    "plain, dropout": Case(normalization="plain", dropout=True),
+    "synchronized, four steps, repeated": Case(
+        "adam", normalization="synchronized", steps_per_execution=4, data="repeated"
+    ),
 }
 
 

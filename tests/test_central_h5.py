@@ -343,7 +343,8 @@ def test_a_closed_writer_takes_no_more(tmp_path):
     assert values(tmp_path / "all.h5", "x") == [1]
 
 
-def test_what_was_appended_before_the_end_is_in_the_file(tmp_path):
+@pytest.mark.parametrize("turns", [1, pytest.param(10, marks=pytest.mark.campaign)])
+def test_what_was_appended_before_the_end_is_in_the_file(tmp_path, turns):
     """Feeders that go on while the writer is closed: what returned is there, nothing else."""
     code = """
 from keras_safe_ckpt.datasets.feed import Feed
@@ -360,7 +361,7 @@ except CheckpointWriteError as error:
     assert "is closed" in str(error), error
     print(count, "not known" in str(error))
 """
-    for turn in range(3):
+    for turn in range(turns):
         path = tmp_path / f"{turn}.h5"
         with CentralH5Writer(path) as writer:
             feeders = [start(code, path, me) for me in range(4)]

@@ -32,6 +32,17 @@ def test_every_look_and_every_close_fails(tmp_path):
     assert 0 < tally.failed < tally.tried
 
 
+def test_every_close_of_what_is_merged_fails(tmp_path):
+    """HDF5 says so with an error of its own kind."""
+    faults = [
+        fault
+        for fault in of_a_sick_disk(enumerate_faults("merge", tmp_path))
+        if fault.call.name == "close"
+    ]
+    tally = check_faults("merge", faults, tmp_path)
+    assert 0 < tally.failed < tally.tried
+
+
 @pytest.mark.parametrize("name", ["replacing", "keras", "set aside", "shard", "append", "merge"])
 def test_each_call_that_changes_the_disk_fails(tmp_path, name):
     faults = of_what_changes_the_disk(enumerate_faults(name, tmp_path))

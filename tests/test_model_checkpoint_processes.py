@@ -70,9 +70,10 @@ print([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children])
 """
 
 
-def test_eight_processes_race_for_one_best_file(tmp_path):
+@pytest.mark.parametrize("saves", [10, pytest.param(40, marks=pytest.mark.campaign)])
+def test_eight_processes_race_for_one_best_file(tmp_path, saves):
     """The true best is there at the end, and what is on the disk never got worse on the way."""
-    processes, saves = 8, 40
+    processes = 8
     racing = start(FORKED + RACE, tmp_path, processes, saves)
     store = CheckpointStore(tmp_path, format="keras")
     seen = []
@@ -84,8 +85,8 @@ def test_eight_processes_race_for_one_best_file(tmp_path):
     out, err = racing.communicate()
     assert out.strip() == str([0] * processes), err
     assert seen == sorted(seen, reverse=True)
-    true_best = float(processes)  # Round 39: 8 * 1 + the place of the best, which is 0.
-    assert len(seen) > 5
+    true_best = float(processes)  # Of the last round: 8 * 1 + the place of the best, which is 0.
+    assert len(seen) > saves // 8
     best = tmp_path / "best.keras"
     assert store.verify(best).metrics["score"] == true_best
     assert weight(best) == true_best

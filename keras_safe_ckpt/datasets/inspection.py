@@ -6,6 +6,7 @@ file claims. What is read here may come from anywhere, so all of that is refused
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -81,15 +82,28 @@ def identity_of(path: Path) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def opened(path: Path) -> h5py.File:
-    """For reading; `MergeConflictError` if it is no whole HDF5 file."""
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[h5py.File]:
+    """For reading; `MergeConflictError` if it is no whole HDF5 file, or cannot be closed."""
     # A pipe of this name would be waited for, for ever.
     if not path.is_file():
         raise MergeConflictError("/", [str(path)], "there is no such file")
     try:
-        return h5py.File(path, "r")
+        file = h5py.File(path, "r")
     except OSError as error:
         reason = f"it is not a whole HDF5 file, or is being written ({_first_line(error)})"
+        raise MergeConflictError("/", [str(path)], reason) from error
+    try:
+        yield file
+    except BaseException:
+        # What went wrong before says more.
+        with contextlib.suppress(OSError, RuntimeError):
+            file.close()
+        raise
+    try:
+        file.close()
+    except (OSError, RuntimeError) as error:
+        reason = f"HDF5 cannot close it ({_first_line(error)})"
         raise MergeConflictError("/", [str(path)], reason) from error
 
 
