@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import os
@@ -11,10 +12,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from forking import Forking
 from processes import environment
 
 #: Whoever imports one of these where it is not needed fails.
 _NOT_NEEDED = ("tensorflow", "keras")
+#: Of others, and slow to import: whoever forks has them.
+_SLOW = ("h5py", "numpy", "portalocker", "rich.progress", "rich.table")
+_TIMEOUT_SECONDS = 250
 
 
 @functools.cache
@@ -38,16 +43,39 @@ def command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "keras_safe_ckpt", *map(str, arguments)]
 
 
+@functools.cache
+def _forking() -> tuple[Forking, Path]:
+    one = Forking(variables(), _SLOW)
+    atexit.register(one.close)
+    script = Path(_without_tensorflow(), "command.py")
+    script.write_text(
+        "import runpy\nrunpy.run_module('keras_safe_ckpt', run_name='__main__', alter_sys=True)\n"
+    )
+    return one, script
+
+
 def cli(
-    *arguments: object, tensorflow: bool = False, **options: Any
+    *arguments: object, tensorflow: bool = False, cwd: Path | None = None, **options: Any
 ) -> subprocess.CompletedProcess[str]:
+    """Forked from a process that has imported NumPy and the like, unless there are ``options``."""
+    if not tensorflow and not options:
+        forking, script = _forking()
+        with tempfile.TemporaryDirectory() as folder:
+            prints_to = Path(folder, "printed")
+            running = forking.start(
+                variables(), script, *arguments, prints_to=prints_to, cwd=cwd or Path.cwd()
+            )
+            out, err = running.communicate(_TIMEOUT_SECONDS)
+        assert running.returncode is not None
+        return subprocess.CompletedProcess(command(*arguments), running.returncode, out, err)
     return subprocess.run(
         command(*arguments),
         **{
             "env": variables(tensorflow=tensorflow),
             "capture_output": True,
             "text": True,
-            "timeout": 250,
+            "timeout": _TIMEOUT_SECONDS,
+            "cwd": cwd,
             **options,
         },
     )

@@ -32,6 +32,7 @@ import numpy as np
 LARGEST_MESSAGE = 1 << 17
 _PR_SET_PDEATHSIG = 1
 _TENSORFLOW = ("keras", "tensorflow")
+PROJECT = Path(__file__).resolve().parent.parent
 
 
 def die_with_parent() -> None:
@@ -83,6 +84,7 @@ def begin(wanted: dict[str, Any]) -> None:
         os.close(descriptor)
     os.environ.clear()
     os.environ.update(wanted["env"])
+    os.chdir(wanted["cwd"])
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(write_through=True)  # type: ignore[union-attr]
     # Else all would draw the same numbers, and workers agree by chance.
@@ -113,8 +115,7 @@ class Forking:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         number = theirs.fileno()
         command = [sys.executable, __file__, str(number), *modules]
-        folder = Path(__file__).parent.parent
-        self._process = subprocess.Popen(command, env=environment, cwd=folder, pass_fds=[number])
+        self._process = subprocess.Popen(command, env=environment, cwd=PROJECT, pass_fds=[number])
         theirs.close()
         self._codes: dict[int, int] = {}
 
@@ -124,13 +125,15 @@ class Forking:
         script: Path,
         *arguments: object,
         prints_to: Path | None = None,
+        cwd: Path = PROJECT,
     ) -> Forked:
         """Run the script in a forked process.
 
         What it prints goes to files next to the script, or next to ``prints_to`` and named alike.
         """
         command = [sys.executable, str(script), *map(str, arguments)]
-        request = json.dumps({"command": command, "env": environment}).encode()
+        wanted = {"command": command, "env": environment, "cwd": str(cwd)}
+        request = json.dumps(wanted).encode()
         files = [(prints_to or script).with_suffix(suffix) for suffix in (".out", ".err")]
         with open(files[0], "w") as out, open(files[1], "w") as err:
             socket.send_fds(self._socket, [request], [out.fileno(), err.fileno()])
@@ -206,7 +209,7 @@ def shared_forking() -> Forking:
     """The one of this test process; it ends with it."""
     environment = {
         **os.environ,
-        "PYTHONPATH": str(Path(__file__).parent.parent),
+        "PYTHONPATH": str(PROJECT),
         "TF_CPP_MIN_LOG_LEVEL": "3",
     }
     one = Forking(environment)

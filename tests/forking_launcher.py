@@ -59,7 +59,9 @@ class Starter:
         if not self._listening:
             self._listening = True
             asyncio.get_running_loop().add_reader(self._forking, self._hear)
-        request = json.dumps({"command": list(map(str, command)), "env": dict(env)})
+        request = json.dumps(
+            {"command": list(map(str, command)), "env": dict(env), "cwd": os.getcwd()}
+        )
         socket.send_fds(self._forking, [request.encode()], [stdout, stderr])
         return await self._started.get()
 

@@ -83,10 +83,7 @@ PYTHON = {
     "generator": ("15,26w",),
     "python, two threads": ("20",),
 }
-MODELS = {
-    "averages": ("13,27w",),
-    "several steps": ("5,13,17w",),
-}
+MODELS = {"several steps": ("5,17w",)}
 MIRRORED = {"mirrored": ("14",)}
 GROUPS = {
     "arrays": ARRAYS,

@@ -128,7 +128,7 @@ print(epoch)
 """
 
 
-@pytest.mark.parametrize("kills", [10, pytest.param(50, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.campaign)])
 def test_killed_at_random_moments_there_is_always_a_whole_model(tmp_path, kills):
     epoch = int(run_ok(FORKED + KILL, tmp_path, kills, 1, timeout=280))
     assert epoch >= kills
@@ -193,7 +193,7 @@ print(json.dumps([train(f"{folder}/{number}.keras") for number in range(times)])
 """
 
 
-@pytest.mark.parametrize("times", [5, pytest.param(20, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("times", [3, pytest.param(20, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("background", [True, False])
 def test_ctrl_c_at_random_moments_loses_nothing_that_was_captured(tmp_path, background, times):
     pressed = json.loads(run_ok(FORKED + CTRL_C, tmp_path, times, 1, background, timeout=200))

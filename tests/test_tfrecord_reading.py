@@ -487,7 +487,8 @@ print(reads)
 """
 
 
-def test_eight_writers_and_four_readers_of_tensorflow(tmp_path, forking):
+@pytest.mark.parametrize("groups", [4, pytest.param(15, marks=pytest.mark.campaign)])
+def test_eight_writers_and_four_readers_of_tensorflow(tmp_path, forking, groups):
     with LockedTFRecordWriter(tmp_path / "all.tfrecord") as writer:
         writer.write(b"first")
     readers = []
@@ -499,7 +500,7 @@ def test_eight_writers_and_four_readers_of_tensorflow(tmp_path, forking):
         for number in range(4):
             output = tmp_path / f"reader{number}.out"
             wait_until(lambda output=output: output.read_text() == "ready\n", "it reads")
-        writers = [start(WRITER, tmp_path, me, 15) for me in range(8)]
+        writers = [start(WRITER, tmp_path, me, groups) for me in range(8)]
         for process in writers:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
@@ -514,4 +515,4 @@ def test_eight_writers_and_four_readers_of_tensorflow(tmp_path, forking):
             out, err = process.communicate(timeout=120)
             assert process.returncode == 0, err
             assert int(out.split()[1]) > 0
-    assert len(records_of(tmp_path / "all.tfrecord")) >= 1 + 5 * 15 * 5
+    assert len(records_of(tmp_path / "all.tfrecord")) >= 1 + 5 * groups * 5
