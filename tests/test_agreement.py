@@ -372,3 +372,29 @@ def test_threads_end_when_the_agreement_is_closed():
     assert len(threads()) == 4
     close_all()
     wait_until(lambda: not threads(), "the threads end", 10)
+
+
+class NeverReads(LocalStore):
+    """Its log has no entries, not even in the end."""
+
+    def __init__(self):
+        super().__init__()
+        self.released = threading.Event()
+
+    def get(self, key, seconds):
+        if "/log/" in key:
+            self.released.wait(60)
+        return super().get(key, seconds)
+
+
+def test_a_log_of_requests_that_does_not_end_is_not_waited_for_for_ever(monkeypatch):
+    monkeypatch.setattr("keras_safe_ckpt.cluster.agreement._MARGIN_SECONDS", 0.1)
+    store = NeverReads()
+    cohort = opened(Cohort(store, "worker 0", ("worker 0", "worker 1"), next(_generations)))
+    agreement = opened(agreement_in(cohort, "stop", patience_seconds=0.1))
+    try:
+        with pytest.raises(AgreementError, match="does not end"):
+            agreement.at_end()
+        assert not store.released.is_set()
+    finally:
+        store.released.set()

@@ -14,7 +14,7 @@ import pytest
 from processes import kill, run, run_ok, start, strace, wait_until
 
 from keras_safe_ckpt import CheckpointWriteError, UnsafePathError
-from keras_safe_ckpt.storage import temp_names
+from keras_safe_ckpt.storage import atomic, temp_names
 from keras_safe_ckpt.storage.atomic import (
     FOREIGN_ORPHAN_SECONDS,
     StagedFile,
@@ -561,3 +561,21 @@ def test_short_writes_are_continued(tmp_path, monkeypatch):
 def test_wait_helper_fails_when_nothing_happens():
     with pytest.raises(AssertionError, match="waited"):
         wait_until(lambda: False, "never", seconds=0.01)
+
+
+def test_a_temporary_file_that_is_swept_before_it_is_claimed_costs_a_name_only(
+    tmp_path, monkeypatch
+):
+    swept = []
+
+    def sweep_first(descriptor):
+        if not swept:
+            (name,) = [name for name in os.listdir(tmp_path) if name.endswith(".kscktmp")]
+            swept.append(name)
+            os.unlink(tmp_path / name)
+        return claim(descriptor)
+
+    monkeypatch.setattr(atomic, "claim", sweep_first)
+    write_atomically(tmp_path / "x", b"all of it")
+    assert swept
+    assert (tmp_path / "x").read_bytes() == b"all of it"

@@ -32,10 +32,12 @@ from keras_safe_ckpt import (
 )
 from keras_safe_ckpt.storage import temp_names
 from keras_safe_ckpt.storage.atomic import StagedFile, sweep_orphans, write_atomically
+from keras_safe_ckpt.storage.catalog import Catalog
 from keras_safe_ckpt.storage.events import EventLog
 from keras_safe_ckpt.storage.locks import claim
 from keras_safe_ckpt.storage.manifest import LARGEST_BYTES, Manifest
 from keras_safe_ckpt.storage.paths import make_directory
+from keras_safe_ckpt.storage.pruning import Pruner
 from keras_safe_ckpt.storage.publishing import LOCK_NAME
 
 ARRAY = "layers/dense/vars/1"
@@ -807,3 +809,19 @@ def test_tensor_of_another_dtype_is_cast():
     array = empty_tensor_array((3,), np.dtype("float32"))
     array[:] = 1.5
     assert tf.convert_to_tensor(array, dtype="float16").dtype == tf.float16
+
+
+class Held:
+    def ensure_held(self):
+        pass
+
+
+def test_what_was_published_anew_meanwhile_is_not_pruned(tmp_path):
+    """By somebody who does not know our lock."""
+    path = tmp_path / "x.weights.h5"
+    path.write_bytes(b"former")
+    catalog = Catalog(tmp_path)
+    catalog.remember(path, object())
+    write_atomically(path, b"the new one")
+    Pruner(catalog, EventLog(tmp_path))._unlink([path], Held())
+    assert path.read_bytes() == b"the new one"

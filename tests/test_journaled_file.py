@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from killing import killed_at_each
 
 from keras_safe_ckpt.errors import CheckpointWriteError, CorruptCheckpointError
-from keras_safe_ckpt.storage import early_sync
+from keras_safe_ckpt.storage import early_sync, journaled_file
 from keras_safe_ckpt.storage.journaled_file import JournaledFile, journal_of, recover
 
 
@@ -330,3 +330,31 @@ def test_the_early_sync_is_on_a_thread_of_its_own_and_ends_with_the_file(tmp_pat
     assert synced[0] is not threading.current_thread()
     file.close()
     assert (tmp_path / "file").read_bytes() == b"x" * 200 + b"y" * 200
+
+
+def test_the_changed_pages_are_on_the_disk_before_the_file_has_its_name(tmp_path, monkeypatch):
+    """The journal, which has them as well, is of no use under another name."""
+    file = JournaledFile(tmp_path / "work")
+    file.write(memoryview(bytes(10_000)))
+    file.commit()
+    file.seek(5)
+    file.write(memoryview(b"changed"))
+    done = []
+
+    def noted(module, name):
+        real = getattr(module, name)
+
+        def call(first, *others):
+            done.append((name, first))
+            return real(first, *others)
+
+        monkeypatch.setattr(module, name, call)
+
+    noted(os, "fsync")
+    noted(os, "replace")
+    noted(journaled_file, "write_all")
+    descriptor = file._descriptor
+    file.publish(tmp_path / "done")
+    last_write = max(n for n, call in enumerate(done) if call == ("write_all", descriptor))
+    renamed = done.index(("replace", tmp_path / "work"))
+    assert ("fsync", descriptor) in done[last_write:renamed]

@@ -15,7 +15,15 @@ from planting import watch
 from snapshots import make_snapshot
 from written_scenes import WRITTEN
 
-from keras_safe_ckpt import CentralH5Writer, CheckpointStore, LockedTFRecordWriter, WorkerH5Writer
+from keras_safe_ckpt import (
+    CentralH5Writer,
+    CheckpointStore,
+    LockedTFRecordWriter,
+    WorkerH5Writer,
+    merge_worker_files,
+    repair_tfrecord,
+    split_tfrecord,
+)
 from keras_safe_ckpt.storage.atomic import StagedFile, write_atomically
 
 #: The mode is the last argument of these.
@@ -152,6 +160,26 @@ def test_what_is_rescued_of_a_closed_file_is_closed(tmp_path):
     (tmp_path / ".worker-00000.h5.unfinished").chmod(0o600)
     WRITTEN["recover"].act(tmp_path)
     assert mode_of(tmp_path / "rescued.h5") == 0o600
+
+
+@pytest.mark.usefixtures("open_umask")
+def test_what_is_merged_of_closed_files_is_closed(tmp_path):
+    for worker in range(2):
+        with WorkerH5Writer(tmp_path, worker, workers=2) as writer:
+            writer.append("x", [worker])
+    writer.path.chmod(0o640)  # The others are open.
+    assert mode_of(merge_worker_files(tmp_path, tmp_path / "all.h5")) == 0o640
+
+
+@pytest.mark.usefixtures("open_umask")
+def test_what_is_repaired_or_cut_of_a_closed_file_is_closed(tmp_path):
+    path = tmp_path / "all.tfrecord"
+    with LockedTFRecordWriter(path) as writer:
+        writer.write(b"one")
+    path.chmod(0o600)
+    repaired = repair_tfrecord(path, tmp_path / "repaired.tfrecord").path
+    made = [repaired, *split_tfrecord(path, tmp_path / "part", 2)]
+    assert [mode_of(one) for one in made] == [0o600] * 3
 
 
 @pytest.mark.usefixtures("open_umask")

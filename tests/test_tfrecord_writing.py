@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
@@ -27,6 +28,7 @@ from keras_safe_ckpt.errors import (
     CheckpointWriteError,
     CorruptCheckpointError,
     CorruptRecordError,
+    LockLostError,
     LockTimeoutError,
     UnsafePathError,
 )
@@ -984,3 +986,35 @@ def test_a_record_that_nobody_could_read_is_refused(tmp_path, monkeypatch):
             writer.write(bytes(101))
         writer.write(bytes(100))
     assert verify_tfrecord(writer.path).records == 1
+
+
+class LosesIt(LockManager):
+    """A lock that is lost after so many looks."""
+
+    def __init__(self, looks):
+        super().__init__()
+        self.looks = looks
+
+    @contextlib.contextmanager
+    def exclusive(self, path, timeout=None):
+        with super().exclusive(path, timeout):
+            yield self
+
+    def ensure_held(self):
+        self.looks -= 1
+        if self.looks < 0:
+            raise LockLostError("x", "lost")
+
+
+def test_whoever_has_lost_the_lock_does_not_append(tmp_path):
+    path = tmp_path / "all.tfrecord"
+    append(path, b"one")
+    before = path.read_bytes()
+    for looks in range(2):  # Before the note, and before the bytes.
+        writer = LockedTFRecordWriter(path, locks=LosesIt(looks))
+        writer.write(b"two")
+        with pytest.raises(LockLostError):
+            writer.close()
+        assert path.read_bytes() == before, looks
+    append(path, b"three")
+    assert records_of(path) == [b"one", b"three"]

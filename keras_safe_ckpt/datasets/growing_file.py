@@ -20,8 +20,13 @@ import h5py
 
 from keras_safe_ckpt.datasets.tables import Tables
 from keras_safe_ckpt.datasets.worker_files import interrupted_of, rows_in, unfinished_of
-from keras_safe_ckpt.errors import CheckpointWriteError, CorruptCheckpointError
+from keras_safe_ckpt.errors import (
+    CheckpointWriteError,
+    CorruptCheckpointError,
+    UnreadableCheckpointError,
+)
 from keras_safe_ckpt.storage.atomic import sweep_orphans
+from keras_safe_ckpt.storage.formats.format import NOT_ITS_FAULT
 from keras_safe_ckpt.storage.journaled_file import JournaledFile, journal_of, recover
 from keras_safe_ckpt.storage.paths import (
     closed_as,
@@ -266,7 +271,13 @@ def _row_count(path: Path) -> int:
     """In all datasets together. Not by its bytes: one may be compressed."""
     try:
         return sum(rows_in(path).values())
-    except CorruptCheckpointError:
+    except CorruptCheckpointError as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            # It may be whole, and have the most: nothing takes its place meanwhile.
+            if isinstance(cause, OSError) and cause.errno in NOT_ITS_FAULT:
+                raise UnreadableCheckpointError(path, cause) from error
+            cause = cause.__cause__
         return -1
 
 

@@ -232,7 +232,7 @@ def _write(
     if how == "concat":
         stored = sum(file.path.stat().st_size for file in files)
         ensure_room(target, stored)
-    with StagedFile(target) as staged:
+    with StagedFile(target, closed_like=[file.path for file in files]) as staged:
         sweep_orphans(target.parent)
         try:
             with (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -108,6 +108,7 @@ class RecordFileWriter(_RecordWriter):
         compression_level: int = -1,
         locks: Locks | None = None,
         sweeps: bool = True,
+        closed_like: Sequence[Path] = (),
     ) -> None:
         super().__init__(path, compression_type, compression_level)
         self._locks = chosen_locks(locks)
@@ -118,7 +119,7 @@ class RecordFileWriter(_RecordWriter):
         self._checksum = 0
         self._is_finished = False
         self._failure: BaseException | None = None
-        self._staged = StagedFile(path)
+        self._staged = StagedFile(path, closed_like=closed_like)
 
     def close(self) -> None:
         """The file is whole: publish it. Nothing happens if that was done before."""

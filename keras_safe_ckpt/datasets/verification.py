@@ -135,7 +135,9 @@ def repair_tfrecord(
         kind = compression_of(file) if kind is None else kind
         size = os.fstat(file.fileno()).st_size
         progress = stack.enter_context(Progress(f"Repairing {source.name}", size))
-        writer = stack.enter_context(RecordFileWriter(target, compression_type=kind))
+        writer = stack.enter_context(
+            RecordFileWriter(target, compression_type=kind, closed_like=[source])
+        )
         done = 0
         for offset, record in _good_records(file, kind, _Effort(source, size), left_out):
             writer.write(record)
@@ -187,7 +189,13 @@ def split_tfrecord(
         # Swept once: each looks at all temporary files, and there are as many as shards.
         writers = [
             stack.enter_context(
-                RecordFileWriter(path, compression_type=kind, locks=locks, sweeps=not shard)
+                RecordFileWriter(
+                    path,
+                    compression_type=kind,
+                    locks=locks,
+                    sweeps=not shard,
+                    closed_like=[source],
+                )
             )
             for shard, path in enumerate(shards)
         ]

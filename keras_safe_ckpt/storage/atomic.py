@@ -43,6 +43,9 @@ _log = logging.getLogger(__name__)
 #: A temporary file of another machine is taken for abandoned when its lock is free and nothing
 #: was written to it for this long. Should its owner wake up after all, its rename fails cleanly.
 FOREIGN_ORPHAN_SECONDS = 3600.0
+#: A temporary folder with a file of this name has what is to be put right, and is not swept: it
+#: may be the only copy.
+JOURNAL_NAME = "journal.json"
 
 
 class StagedFile:
@@ -207,16 +210,22 @@ def scratch_directory(parent: Path | None, name: str = "scratch") -> Iterator[Pa
     path = Path(parent or tempfile.gettempdir()) / new_temp_name(name)
     make_directory(path.parent)
     path.mkdir(mode=0o700)
+    is_over = True
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             # For a sweeper in another container, which does not see this process.
             _claim_if_possible(descriptor)
             yield path
+        except GeneratorExit:
+            # Nobody has left the block: the program ends, and what was abandoned is still needed.
+            is_over = False
+            raise
         finally:
             let_go(descriptor)
     finally:
-        remove_tree(path)
+        if is_over:
+            remove_tree(path)
 
 
 def remove_tree(path: Path) -> None:
@@ -242,10 +251,12 @@ def sweep_orphans(directory: Path) -> list[str]:
         return swept
     for path in orphans:
         try:
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
+            if not path.is_dir():
                 os.unlink(path)
+            elif _has_journal(path):
+                continue  # Removed by whoever puts it right (`bundles.recovery`).
+            else:
+                shutil.rmtree(path)
             swept.append(path.name)
         except OSError as error:
             _log_unswept(path, error)
@@ -271,6 +282,14 @@ def find_orphans(
             continue
         if orphan:
             yield path
+
+
+def _has_journal(folder: Path) -> bool:
+    try:
+        os.lstat(folder / JOURNAL_NAME)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _log_unswept(path: Path, error: OSError) -> None:

@@ -11,7 +11,7 @@ from keras_safe_ckpt.storage.formats.format import damage_reported, opened_for_r
 from keras_safe_ckpt.storage.formats.keras_zip import MANIFEST_KEY
 from keras_safe_ckpt.storage.formats.seekable import FileWindow
 from keras_safe_ckpt.storage.manifest import LARGEST_BYTES, parsed
-from keras_safe_ckpt.storage.paths import open_regular
+from keras_safe_ckpt.storage.paths import let_go, open_regular
 
 _HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 #: Where the superblock of HDF5 says how long the file is, by the version of the superblock.
@@ -31,10 +31,9 @@ def is_plain_keras(path: Path) -> bool:
 
 def _is_plain_archive(path: Path) -> bool:
     with opened_for_reading(path) as descriptor:
-        try:
-            return _has_no_manifest(FileWindow(descriptor, 0, os.fstat(descriptor).st_size))
-        finally:
-            os.close(descriptor)
+        is_plain = _has_no_manifest(FileWindow(descriptor, 0, os.fstat(descriptor).st_size))
+    let_go(descriptor)  # If that has raised it is closed already, and its number is another's.
+    return is_plain
 
 
 def _has_no_manifest(file: FileWindow) -> bool:

@@ -22,7 +22,7 @@ from keras_safe_ckpt.storage.atomic import StagedFile, scratch_directory
 from keras_safe_ckpt.storage.catalog import OnSkip
 from keras_safe_ckpt.storage.dtypes import describe
 from keras_safe_ckpt.storage.formats import format_of
-from keras_safe_ckpt.storage.formats.format import EXTRA_GROUP, OpenCheckpoint
+from keras_safe_ckpt.storage.formats.format import EXTRA_GROUP, NOT_ITS_FAULT, OpenCheckpoint
 from keras_safe_ckpt.storage.formats.legacy_h5 import LegacyH5
 from keras_safe_ckpt.storage.formats.weights_h5 import WeightsH5
 from keras_safe_ckpt.storage.keras_internals import (
@@ -65,6 +65,8 @@ def load_file(
     except Exception as error:
         if _inode(path) is None:
             raise CheckpointNotFoundError(path, "it was pruned while it was loaded") from error
+        if isinstance(error, OSError) and error.errno in NOT_ITS_FAULT:
+            raise UnreadableCheckpointError(path, error) from error
         # What Keras refuses (a Lambda, a link), does not know, or fails at in any other way.
         raise IncompatibleCheckpointError(path, [_said(error)]) from error
     if _inode(path) != before:

@@ -15,7 +15,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from keras_safe_ckpt.errors import SafeCheckpointError
-from keras_safe_ckpt.storage.atomic import find_orphans, remove_tree, sweep_orphans, sync_file
+from keras_safe_ckpt.storage.atomic import (
+    JOURNAL_NAME,
+    find_orphans,
+    remove_tree,
+    sweep_orphans,
+    sync_file,
+)
 from keras_safe_ckpt.storage.bundles.bundle import Bundle
 from keras_safe_ckpt.storage.bundles.directory import BundleDirectory
 from keras_safe_ckpt.storage.bundles.files import INDEX, double, is_data, remove
@@ -27,7 +33,6 @@ from keras_safe_ckpt.storage.translation import reading_only
 
 _log = logging.getLogger(__name__)
 
-_JOURNAL = "journal.json"
 #: Its process lives, and could not finish it.
 _ABANDONED = "abandoned"
 #: What is replaced, until the new one is in its place.
@@ -48,7 +53,7 @@ class Journal:
     for_ever: bool
 
     def write(self, folder: Path, *, durably: bool) -> None:
-        path = folder / _JOURNAL
+        path = folder / JOURNAL_NAME
         path.write_text(json.dumps(asdict(self)))
         if durably:
             sync_file(path)
@@ -59,7 +64,7 @@ class Journal:
     def read(folder: Path) -> Journal | None:
         """None if there is none: nothing was changed. `OSError` if that cannot be told now."""
         try:
-            return Journal(**json.loads((folder / _JOURNAL).read_text()))
+            return Journal(**json.loads((folder / JOURNAL_NAME).read_text()))
         except (FileNotFoundError, ValueError, TypeError):
             return None
 
@@ -114,7 +119,7 @@ def finish(directory: BundleDirectory, folder: Path) -> None:
         elif journal.is_listed:
             _list(directory, journal)
         # First of all: without the other files it would tell something else.
-        os.unlink(folder / _JOURNAL)
+        os.unlink(folder / JOURNAL_NAME)
     remove_tree(folder)
 
 
@@ -127,7 +132,7 @@ def _unfinished(directory: Path) -> Iterator[Path]:
         return
     # A journal is written and removed under the lock of those who publish: whoever has that lock
     # and finds one knows that its owner is gone, or was stopped by a power cut, however late it is.
-    orphans = set(find_orphans(directory, lambda path: (path / _JOURNAL).exists()))
+    orphans = set(find_orphans(directory, lambda path: (path / JOURNAL_NAME).exists()))
     for path in (directory / name for name in folders):
         if path.is_symlink():
             continue  # Nobody's folder: what it leads to would be taken for a journal, and removed.
@@ -150,7 +155,10 @@ def _undo(directory: BundleDirectory, folder: Path, journal: Journal) -> None:
 def _list(directory: BundleDirectory, journal: Journal) -> None:
     """It is in its place, and nobody came to say so."""
     path, name = directory.path, journal.name
-    time = Bundle(path, name).index.stat().st_mtime
+    try:
+        time = Bundle(path, name).index.stat().st_mtime
+    except FileNotFoundError:
+        return  # Deleted meanwhile, by somebody who found it.
     state = read_state(path, journal.state_name) or State(preserved=time - 1)
     if state.listed.get(name) != time:
         listed = {**state.listed, name: time}

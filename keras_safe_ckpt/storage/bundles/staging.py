@@ -68,6 +68,8 @@ class StagedBundle:
         self._held = contextlib.ExitStack()
         self.name = name
         self.is_published = False
+        #: What was there may be in the folder only, and what is to be done is told by it only.
+        self._is_half_way = False
         self._folder = self._held.enter_context(scratch_directory(directory.path, name))
 
     @property
@@ -82,8 +84,16 @@ class StagedBundle:
         self.discard()
 
     def discard(self) -> None:
-        """Remove what was not published."""
+        """Remove what was not published; not what is needed to put right what was there."""
+        if self._is_half_way:  # Interrupted while it was put right.
+            self._abandon()
         self._held.close()
+
+    def _abandon(self) -> None:
+        """Leave the folder to a later save: it tells what is to be done, and has what was there."""
+        self._is_half_way = False
+        abandon(self._folder)
+        _abandoned.append(self._held.pop_all())
 
     def publish(self, keep: Keep | None) -> Bundle:
         """Durable when it returns; what was there before stays if it raises.
@@ -105,6 +115,7 @@ class StagedBundle:
                         self.is_published = True
                         if keep is not None:
                             self._record(keep)
+                        self._is_half_way = False
                     except BaseException:
                         self._put_right()
                         raise
@@ -146,6 +157,7 @@ class StagedBundle:
                 is_listed=keep is not None,
                 for_ever=keep is not None and keep.for_ever,
             )
+            self._is_half_way = True
             journal.write(self._folder, durably=bool(there))
             now = self._next_time()
             os.utime(self._folder / f"{self.name}.{INDEX}", (now, now))
@@ -161,14 +173,13 @@ class StagedBundle:
 
     def _put_right(self) -> None:
         """Still under the lock."""
-        self.is_published = not (self._folder / f"{self.name}.{INDEX}").exists()
         try:
+            self.is_published = not (self._folder / f"{self.name}.{INDEX}").exists()
             finish(self._directory, self._folder)
+            self._is_half_way = False
         except BaseException as error:  # noqa: BLE001  # what led here is raised, and this said
             _log.error("%s is left half-way until the next save: %r", self.name, error)
-            abandon(self._folder)
-            # Not to be removed: it tells what is to be done.
-            _abandoned.append(self._held.pop_all())
+            self._abandon()
 
     def _next_time(self) -> float:
         """Now, or just after the newest one if the clock was set back."""

@@ -96,7 +96,7 @@ def read_back(format: StorageFormat, staged: StagedFile, manifest: Manifest) -> 
 
 
 #: A file that gives one of these may be whole: it could only not be read now.
-_NOT_ITS_FAULT = (
+NOT_ITS_FAULT = (
     errno.EACCES, errno.EAGAIN, errno.EINTR, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM,
     errno.ENOTCONN, errno.EPERM, errno.ESTALE, errno.ETIMEDOUT,
 )  # fmt: skip
@@ -112,7 +112,7 @@ def damage_reported(path: str | os.PathLike[str]) -> Iterator[None]:
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(path) from error
     except OSError as error:
-        if error.errno in _NOT_ITS_FAULT:
+        if error.errno in NOT_ITS_FAULT:
             raise UnreadableCheckpointError(path, error) from error
         raise CorruptCheckpointError(path, f"it cannot be read ({error})") from error
     except Exception as error:
