@@ -21,6 +21,8 @@ class Mutation:
 
 POWER = "tests/test_power_cut.py::test_a_save_that_returned_outlives_a_power_cut"
 DATA = "tests/test_power_cut_data.py::test_what_was_flushed_outlives_a_power_cut"
+HALF = "tests/test_half_replaced.py"
+MOMENT = "tests/test_errors_of_the_moment.py"
 HOSTILE = "tests/test_attackers.py::test_no_hostile_file_does_any_harm"
 
 MUTATIONS = (
@@ -212,7 +214,7 @@ MUTATIONS = (
     Mutation(
         "And is put back at once, whichever machine finds it",
         "storage/bundles/recovery.py",
-        "lambda path: (path / _JOURNAL).exists()",
+        "lambda path: (path / JOURNAL_NAME).exists()",
         "lambda path: False",
         "tests/test_power_cut_bundles.py::test_what_was_published_outlives_a_power_cut[replaced]",
     ),
@@ -464,6 +466,79 @@ MUTATIONS = (
         "name += f\"-{document['save']}\"",
         "pass",
         "tests/test_backups.py::test_a_part_of_the_same_step_replaces_none_that_is_needed",
+    ),
+    # Nothing is taken from where it is the only one.
+    Mutation(
+        "What is being replaced under its own name is swept by nobody",
+        "storage/atomic.py",
+        "elif _has_journal(path):",
+        "elif False:",
+        f"{HALF}::test_another_writer_in_the_directory_does_not_sweep_what_was_replaced",
+    ),
+    Mutation(
+        "Nor is it gone with the program that could not put it right",
+        "storage/atomic.py",
+        "            is_over = False\n",
+        "",
+        f"{HALF}::test_what_could_not_be_put_right_outlives_its_process[recovery.double = fail]",
+    ),
+    Mutation(
+        "However that was interrupted",
+        "storage/bundles/staging.py",
+        "if self._is_half_way:  #",
+        "if False:  #",
+        f"{HALF}::test_an_interruption_while_it_is_put_right_keeps_what_was_replaced",
+    ),
+    Mutation(
+        "Rows that cannot be read now do not make way for fewer",
+        "datasets/growing_file.py",
+        "cause.errno in NOT_ITS_FAULT",
+        "False",
+        f"{MOMENT}::test_what_cannot_be_read_now_is_not_replaced_by_fewer_rows",
+    ),
+    Mutation(
+        "A disk that stumbles while Keras loads is no misfit",
+        "storage/restore.py",
+        "if isinstance(error, OSError) and error.errno in NOT_ITS_FAULT:",
+        "if False:",
+        f"{MOMENT}::test_a_disk_that_stumbles_while_keras_loads_is_no_misfit",
+    ),
+    Mutation(
+        "What is no file is named, and a run does not begin anew in silence",
+        "storage/catalog.py",
+        "if reason := why_passed_over(path):",
+        "if reason := '':",
+        "tests/test_not_a_file.py::test_a_run_does_not_begin_anew_in_silence",
+    ),
+    Mutation(
+        "What was published anew meanwhile is not pruned",
+        "storage/pruning.py",
+        "if not self._catalog.is_as_known(path):",
+        "if False:",
+        "tests/test_details.py::test_what_was_published_anew_meanwhile_is_not_pruned",
+    ),
+    Mutation(
+        "The changed pages of a data file are on the disk before it has its name",
+        "storage/journaled_file.py",
+        "            os.fsync(self._descriptor)\n            os.replace(self.path, target)",
+        "            os.replace(self.path, target)",
+        "tests/test_journaled_file.py::"
+        "test_the_changed_pages_are_on_the_disk_before_the_file_has_its_name",
+    ),
+    Mutation(
+        "Whoever has lost the lock does not append",
+        "datasets/appending.py",
+        "        held.ensure_held()\n        try:\n            group.in_doubt = longer",
+        "        try:\n            group.in_doubt = longer",
+        "tests/test_tfrecord_writing.py::test_whoever_has_lost_the_lock_does_not_append",
+    ),
+    Mutation(
+        "A wait for the log of requests ends",
+        "cluster/agreement.py",
+        "self._log_read.wait(self._patience + _MARGIN_SECONDS)",
+        "self._log_read.wait()",
+        "tests/test_agreement.py::"
+        "test_a_log_of_requests_that_does_not_end_is_not_waited_for_for_ever",
     ),
 )
 

@@ -89,7 +89,9 @@ def test_a_pipe_is_not_waited_for(tmp_path):
         done = cli(*arguments(name, tmp_path / "pipe.keras", tmp_path), timeout=60)
         assert done.returncode == 2
         assert "not a regular file" in one_line_of(done)
-    assert cli("ls", tmp_path, timeout=60).returncode == 0
+    listed = cli("ls", tmp_path, timeout=60)
+    assert listed.returncode == 1
+    assert "NO: it is not a regular file" in listed.stdout
 
 
 #: That user may not read this project, either: all that may be needed is imported before.

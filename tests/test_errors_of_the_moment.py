@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 
@@ -9,8 +10,11 @@ import h5py
 import numpy as np
 import pytest
 from keras_setup import keras
+from preempted_fit import DATA, At, Bell, build, callback, events
+from snapshots import make_snapshot
 
 from keras_safe_ckpt import CheckpointStore, WorkerH5Writer
+from keras_safe_ckpt.callbacks.run_saver import RunSaver
 from keras_safe_ckpt.errors import CheckpointWriteError, UnreadableCheckpointError
 from keras_safe_ckpt.storage.foreign import is_plain_keras
 
@@ -84,3 +88,38 @@ def test_a_disk_that_stumbles_while_keras_loads_is_no_misfit(tmp_path, monkeypat
     else:
         with pytest.raises(UnreadableCheckpointError, match="Input/output error"):
             store.load(path=newest.path)
+
+
+@pytest.mark.parametrize("free", [1, 2])
+def test_a_disk_without_inodes_is_not_one_without_locks(small_disk, free):
+    """The lock files need some as well."""
+    disk = small_disk("size=1m,nr_inodes=20")
+    store = CheckpointStore(disk / "run")
+    with contextlib.suppress(OSError):
+        for number in range(20):
+            (disk / str(number)).touch()
+    for number in range(free):
+        (disk / str(number)).unlink()
+    with pytest.raises(CheckpointWriteError, match="inodes"):
+        store.publish(make_snapshot(), step=1)
+    for number in range(free, 10):
+        (disk / str(number)).unlink()
+    assert store.publish(make_snapshot(), step=1).manifest.step == 1
+
+
+def test_a_notice_before_the_first_backup_says_what_stands(tmp_path, monkeypatch):
+    bell = Bell()
+
+    def ring():
+        monkeypatch.setattr(RunSaver, "save", fail)
+        bell.ring()
+
+    def fail(*_, **__):
+        raise CheckpointWriteError("state", OSError(errno.EIO, "Input/output error"))
+
+    monkeypatch.chdir(tmp_path)
+    mine = callback(bell, save_freq=None)
+    build().fit(epochs=2, callbacks=[mine, At("batch", 0, 2, ring)], **DATA)
+    (stop,) = events("preempted")
+    assert stop["outcome"].startswith("not saved: ")
+    assert stop["outcome"].endswith("is unchanged; there is no backup, and a restart begins anew")

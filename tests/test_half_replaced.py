@@ -10,13 +10,15 @@ import os
 from pathlib import Path
 
 import pytest
-from bundle_files import value_of, write_value
+from bundle_files import copy_bundle, value_of, write_value
 from processes import run_ok
 
 from keras_safe_ckpt.storage.atomic import sweep_orphans
-from keras_safe_ckpt.storage.bundles import recovery
+from keras_safe_ckpt.storage.bundles import recovery, staging
 from keras_safe_ckpt.storage.bundles.directory import BundleDirectory
+from keras_safe_ckpt.storage.bundles.family import Family, Keep
 from keras_safe_ckpt.storage.bundles.recovery import reading
+from keras_safe_ckpt.storage.bundles.staging import StagedBundle, stage
 from keras_safe_ckpt.storage.publishing import LOCK_NAME
 
 KILLED = """
@@ -110,3 +112,28 @@ def test_what_could_not_be_put_right_outlives_its_process(tmp_path, spoil):
     place = BundleDirectory(directory)
     with reading(place):
         assert [value_of(bundle.prefix) for bundle in place.whole(None)] == [1]
+
+
+def test_an_interruption_while_it_is_put_right_keeps_what_was_replaced(tmp_path, monkeypatch):
+    """Two of Ctrl-C, say: the second one comes before anything could be put right."""
+    for value in (1, 2):
+        write_value(tmp_path / str(value), value)
+    place = BundleDirectory(tmp_path / "run")
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    def save(value):
+        with stage(place, Family("ckpt"), None, exactly="one") as staged:
+            copy_bundle(tmp_path / str(value), Path(staged.prefix))
+            staged.publish(Keep(2))
+
+    save(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(staging, "place", interrupted)
+        patched.setattr(StagedBundle, "_put_right", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            save(2)
+    with reading(place):
+        assert [value_of(bundle.prefix) for bundle in place.whole(None)] == [1]
+    assert not list(tmp_path.rglob("*.kscktmp"))

@@ -941,3 +941,45 @@ def test_threads_share_a_store(store):
     assert len(store.checkpoints()) == 20
     for checkpoint in store.checkpoints():
         store.verify(checkpoint.path)
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ({"retention": 5}, "retention to be a policy"),
+        ({"metrics": 5}, "metrics to be numbers by name"),
+        ({"series": 5}, "series to be a text"),
+        ({"veto": 5}, "veto to be a function"),
+        ({"set_aside": 5}, "set_aside to be a function"),
+    ],
+)
+def test_odd_options_are_refused_before_anything_is_written(tmp_path, option, expected):
+    store = CheckpointStore(tmp_path)
+    (name,) = option
+    with pytest.raises(TypeError, match=f"Expected {expected}.*Received: {name}=5"):
+        store.publish(make_snapshot(), step=1, **option)
+    assert store.checkpoints() == []
+    with pytest.raises(TypeError, match="Received: path=5"):
+        store.verify(5)
+
+
+def test_a_store_of_weights_says_that_they_need_a_model(tmp_path):
+    store = CheckpointStore(tmp_path)
+    with pytest.raises(CheckpointNotFoundError, match="holds no checkpoint"):
+        store.load()
+    store.publish(make_snapshot(), step=1)
+    with pytest.raises(CheckpointNotFoundError, match="weights only: pass a model"):
+        store.load()
+
+
+def test_the_log_is_json_whatever_the_metrics_are(tmp_path):
+    store = CheckpointStore(tmp_path)
+    metrics = {"loss": float("nan"), "best": float("inf")}
+    assert store.publish(make_snapshot(), step=1, metrics=metrics).manifest.metrics["best"] > 0
+
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    for line in store.events.path.read_text().splitlines():
+        event = json.loads(line, parse_constant=refuse)
+    assert event["metrics"] == {"loss": "nan", "best": "inf"}

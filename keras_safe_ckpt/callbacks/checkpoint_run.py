@@ -57,7 +57,7 @@ class Settings:
 
     def check(self, template: PathTemplate) -> None:
         """Raise for a path that would fail at the first save, or lose what is to be kept."""
-        template.refuse_unfit_counts()
+        template.refuse_unfit_placeholders()
         refuse_unsafe_name(template.name, Path(template.parent.text))
         suffix = FORMATS[self.format].suffix
         if not template.name.endswith(suffix):

@@ -52,7 +52,7 @@ class LastSave:
             _log.error("The last checkpoint could not be written: %s", error)
             with contextlib.suppress(AgreementError):
                 self._meet()
-            return f"not saved: {error}{self._what_stands()}"
+            return self._not_saved(error)
         return outcome
 
     def alone(self, captured: Captured, gone: AgreementError) -> str:
@@ -64,7 +64,7 @@ class LastSave:
                 captured, reason=f"degraded: {gone.reason}", background=False, missing=missing
             )
         except (SafeCheckpointError, OSError) as error:
-            return f"not saved: {error}; the last backup stands"
+            return self._not_saved(error)
         return f"saved, degraded: {gone.reason}"
 
     def _save(self, captured: Captured, reason: str, seconds_left: float | None) -> str:
@@ -76,12 +76,17 @@ class LastSave:
             return "saved before"
         if not self._pace.can_save(seconds_left):
             # Half a save would be worth nothing, and one that is going on must not be disturbed.
-            return f"not saved: {too_late(seconds_left, self._pace)}{self._what_stands()}"
+            return self._not_saved(too_late(seconds_left, self._pace))
         self._saver.save(captured, reason=f"notice: {reason}", background=False)
         return "saved"
 
-    def _what_stands(self) -> str:
-        return "; the last backup stands" if self._settings.writes else ""
+    def _not_saved(self, why: object) -> str:
+        said = f"not saved: {str(why).rstrip('.')}"
+        if not self._settings.writes:
+            return said
+        if self._saver.has_backup():
+            return f"{said}; the last backup stands"
+        return f"{said}; there is no backup, and a restart begins anew"
 
     def _meet(self) -> None:
         if self._role.trains_together:

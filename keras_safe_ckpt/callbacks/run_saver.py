@@ -75,6 +75,10 @@ class RunSaver:
         """Whether the chief's file of the last save is there."""
         return self._backups.holds(self._name)
 
+    def has_backup(self) -> bool:
+        """Whether a run that is started again finds one."""
+        return self._backups.has_any()
+
     def poll(self) -> None:
         """Raise what went wrong in the background."""
         self._writer.raise_error()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from keras_safe_ckpt.storage.plain_values import plain_values
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,7 +51,7 @@ def add_common_options(
 
 def print_json(document: Any) -> None:
     """One document; what JSON has no word for (NaN, an infinite number, a path) becomes text."""
-    print(json.dumps(_plain_values(document), indent=2, ensure_ascii=False))
+    print(json.dumps(plain_values(document), indent=2, ensure_ascii=False))
 
 
 def print_table(
@@ -139,20 +140,3 @@ def shown_metrics(metrics: Mapping[str, float]) -> str:
 
 def shown_or_dash(value: object) -> str:
     return "-" if value is None or value == "" else str(value)
-
-
-def _plain_values(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {_plain_text(str(key)): _plain_values(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain_values(one) for one in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if value is None or isinstance(value, (bool, int)):
-        return value
-    return _plain_text(str(value))
-
-
-def _plain_text(text: str) -> str:
-    """A name that is not UTF-8 cannot stand in JSON as it is."""
-    return text.encode(errors="backslashreplace").decode()

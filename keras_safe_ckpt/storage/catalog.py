@@ -14,6 +14,7 @@ from keras_safe_ckpt.errors import (
 )
 from keras_safe_ckpt.storage.formats import format_of
 from keras_safe_ckpt.storage.manifest import Manifest
+from keras_safe_ckpt.storage.paths import why_passed_over
 from keras_safe_ckpt.storage.retention import Checkpoint
 
 #: What is wrong with a file that is passed over.
@@ -48,7 +49,11 @@ class Catalog:
     def checkpoints(self, on_skip: OnSkip | None = None) -> list[Checkpoint]:
         """Every file that carries our manifest, oldest first; the arrays are not verified."""
         found = []
-        candidates = self._candidates()
+        candidates, others = self._candidates()
+        if on_skip is not None:
+            for path in others:
+                if reason := why_passed_over(path):
+                    on_skip(path, reason)
         for path in self._manifests.keys() - set(candidates):
             self.forget(path)  # Deleted, by whomever.
         for path in candidates:
@@ -131,20 +136,21 @@ class Catalog:
         self._manifests.pop(path, None)
         self._verified.pop(path, None)
 
-    def _candidates(self) -> list[Path]:
+    def _candidates(self) -> tuple[list[Path], list[Path]]:
+        """The files, and what has such a name and is none: it is never opened."""
+        files: list[Path] = []
+        others: list[Path] = []
         try:
             with os.scandir(self.directory) as entries:
-                return [
-                    self.directory / entry.name
-                    for entry in entries
-                    if entry.name.endswith(self._suffixes)
-                    and not entry.name.startswith(".")
-                    and entry.is_file(follow_symlinks=False)
-                ]
+                for entry in entries:
+                    if entry.name.endswith(self._suffixes) and not entry.name.startswith("."):
+                        is_file = entry.is_file(follow_symlinks=False)
+                        (files if is_file else others).append(self.directory / entry.name)
         except (FileNotFoundError, NotADirectoryError):
-            return []
+            return [], []
         except OSError as error:
             raise UnreadableCheckpointError(self.directory, error) from error
+        return files, others
 
 
 def oldest_first(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:

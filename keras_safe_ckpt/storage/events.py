@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from keras_safe_ckpt.storage.plain_values import plain_values
+
 if TYPE_CHECKING:
     from keras_safe_ckpt.storage.manifest import Manifest
 
@@ -63,7 +65,7 @@ class EventLog:
             "started": _started,
             **facts,
         }
-        line = f"{json.dumps(entry, default=str)}\n".encode()
+        line = f"{json.dumps(plain_values(entry))}\n".encode()
         try:
             self._append(line)
         except OSError as error:

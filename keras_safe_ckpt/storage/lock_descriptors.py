@@ -17,10 +17,17 @@ import os
 import threading
 import weakref
 
-from keras_safe_ckpt.errors import LocksUnsupportedError, SafeCheckpointError, UnsafePathError
+from keras_safe_ckpt.errors import (
+    CheckpointWriteError,
+    LocksUnsupportedError,
+    SafeCheckpointError,
+    UnsafePathError,
+)
 from keras_safe_ckpt.storage.temp_names import new_temp_name
 
 _OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+#: It is not the file system that cannot lock.
+_OF_THE_MOMENT = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
 
 _files: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
 # Makes "open and remember" one step: os.open lets other threads run, and one
@@ -123,6 +130,8 @@ def explained(path: str, error: Exception) -> SafeCheckpointError:
         return UnsafePathError(path, "a symbolic link is where the lock file should be")
     if cause.errno == errno.EISDIR:
         return UnsafePathError(path, "a directory is where the lock file should be")
+    if cause.errno in _OF_THE_MOMENT:
+        return CheckpointWriteError(path, cause)
     missing = os.path.dirname(path)
     # In /proc it is there, and no file can be made in it.
     if cause.errno == errno.ENOENT and not os.path.isdir(missing):

@@ -22,6 +22,7 @@ from portalocker.exceptions import AlreadyLocked, LockException
 from portalocker.portalocker import FlockLocker
 
 from keras_safe_ckpt.errors import (
+    CheckpointWriteError,
     LockLostError,
     LocksUnsupportedError,
     LockTimeoutError,
@@ -312,7 +313,10 @@ class LockManager:
             files.append(open_lock_file(path))
             granted = [_try_lock(file.fileno(), _EXCLUSIVE) for file in files]
         except (OSError, LockException) as error:
-            raise LocksUnsupportedError(directory, explained(path, error).facts["reason"]) from None
+            said = explained(path, error)
+            if isinstance(said, CheckpointWriteError):
+                raise said from None  # Another file system would not help.
+            raise LocksUnsupportedError(directory, said.facts["reason"]) from None
         finally:
             for file in files:
                 close_lock_file(file)

@@ -13,6 +13,7 @@ from keras_safe_ckpt.storage.catalog import NOT_USABLE, OnSkip, oldest_first
 from keras_safe_ckpt.storage.events import EventLog
 from keras_safe_ckpt.storage.formats import format_of
 from keras_safe_ckpt.storage.path_template import PathTemplate
+from keras_safe_ckpt.storage.paths import why_passed_over
 from keras_safe_ckpt.storage.restore import load_first_whole, none_is_whole
 from keras_safe_ckpt.storage.retention import Checkpoint, KeepBest
 from keras_safe_ckpt.storage.writer import wait_for_all_writers
@@ -26,6 +27,9 @@ Order = Callable[[Sequence[Checkpoint]], Sequence[Checkpoint]]
 def checkpoints_of(template: PathTemplate, on_skip: OnSkip) -> list[Checkpoint]:
     """The files of a template that carry our manifest, oldest first."""
     found: dict[Path, Checkpoint] = {}
+    for path in template.obstacles():
+        if not path.is_file():  # A link to one is the user's own layout.
+            on_skip(path, why_passed_over(path))
     for path in template.existing():
         try:
             with format_of(path).open(path) as checkpoint:

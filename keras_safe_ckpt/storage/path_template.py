@@ -77,8 +77,16 @@ class PathTemplate:
         escaped = directory.replace("{", "{{").replace("}", "}}")
         return PathTemplate(os.path.join(escaped, self.text))
 
-    def refuse_unfit_counts(self) -> None:
-        """Raise if epoch, batch or worker cannot be written as the placeholder says."""
+    def refuse_unfit_placeholders(self) -> None:
+        """Raise if epoch, batch, worker or a metric cannot be written as its placeholder says."""
+        for name in {_base(name) for _, name, _, _ in self._pieces if name} - {*_COUNTS}:
+            try:
+                self.count_text(name, 0.5)
+            except (ValueError, TypeError, LookupError, AttributeError) as error:
+                raise ValueError(
+                    f"Expected placeholders of metrics like {{{name}:.3f}}. "
+                    f"Received: filepath={self.text!r} ({error})"
+                ) from None
         for name in _COUNTS:
             try:
                 self.count_text(name, 1)
@@ -88,7 +96,7 @@ class PathTemplate:
                     f"Received: filepath={self.text!r} ({error})"
                 ) from None
 
-    def count_text(self, name: str, count: int) -> str:
+    def count_text(self, name: str, count: float) -> str:
         """What the placeholders of one count alone become."""
         pieces = [_placeholder(*piece[1:]) for piece in self._pieces if _base(piece[1]) == name]
         return "".join(pieces).format(**{name: count})

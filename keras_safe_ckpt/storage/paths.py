@@ -62,12 +62,32 @@ def refuse_unsafe_target(path: Path) -> None:
         return
     except OSError as error:
         raise CheckpointWriteError(path, error) from error
-    if stat.S_ISLNK(mode):
-        raise UnsafePathError(path, "it is a symbolic link")
-    if stat.S_ISDIR(mode):
-        raise UnsafePathError(path, "it is a directory, and a file was expected")
     if not stat.S_ISREG(mode):
-        raise UnsafePathError(path, "it is not a regular file")
+        raise UnsafePathError(path, _no_file(mode))
+
+
+def why_passed_over(path: Path) -> str:
+    """Why what has the name of a checkpoint is none, in words; nothing if there is no need to say.
+
+    A link to a file beside it is another name of what is found by its own.
+    """
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return ""
+    if stat.S_ISLNK(mode):
+        file = os.path.realpath(path)
+        if os.path.dirname(file) == os.path.realpath(path.parent) and os.path.isfile(file):
+            return ""
+    return "" if stat.S_ISREG(mode) else _no_file(mode)
+
+
+def _no_file(mode: int) -> str:
+    if stat.S_ISLNK(mode):
+        return "it is a symbolic link"
+    if stat.S_ISDIR(mode):
+        return "it is a directory, and a file was expected"
+    return "it is not a regular file"
 
 
 def closed_as(*paths: Path) -> int:

@@ -135,6 +135,7 @@ class CheckpointStore:
             The checkpoint; None if the veto kept the one in place, or in the background.
         """
         self._writer.raise_error()
+        _check_options(metrics, series, veto, set_aside, retention)
         step = _whole_number("step", step)
         series = series or name or f"ckpt-*{self.format.suffix}"
         if name is None:
@@ -272,9 +273,10 @@ class CheckpointStore:
             skipped.append(reason)
             self.events.report_skip(path, reason)
 
+        present = self.checkpoints(report)
         candidates = [
             checkpoint
-            for checkpoint in reversed(self.checkpoints(report))
+            for checkpoint in reversed(present)
             if model is not None or format_of(checkpoint.path).whole_model
         ]
         loaded = load_first_whole(candidates, model, custom_objects, report)
@@ -282,10 +284,34 @@ class CheckpointStore:
             return loaded
         if skipped:
             raise none_is_whole(self.directory, skipped)
-        raise CheckpointNotFoundError(self.directory, "the directory holds no checkpoint")
+        holds = "weights only: pass a model to load them into" if present else "no checkpoint"
+        raise CheckpointNotFoundError(self.directory, f"the directory holds {holds}")
 
     def _resolved(self, path: str | os.PathLike[str]) -> Path:
+        if not isinstance(path, (str, os.PathLike)):
+            raise TypeError(f"Expected the path of a checkpoint. Received: path={path!r}")
         return absolute(self.directory / path)
+
+
+def _check_options(
+    metrics: object, series: object, veto: object, set_aside: object, retention: object
+) -> None:
+    """Before anything is written: what comes after the commit cannot be taken back."""
+    expected = [
+        ("metrics", metrics, "numbers by name", isinstance(metrics or {}, Mapping)),
+        ("series", series, "a text", isinstance(series or "", str)),
+        ("veto", veto, "a function", callable(veto)),
+        ("set_aside", set_aside, "a function", set_aside is None or callable(set_aside)),
+        (
+            "retention",
+            retention,
+            "a policy such as KeepNewest(3)",
+            retention is None or callable(getattr(retention, "keep", None)),
+        ),
+    ]
+    for name, value, what, is_fine in expected:
+        if not is_fine:
+            raise TypeError(f"Expected {name} to be {what}. Received: {name}={value!r}")
 
 
 def _checked_key(key: str) -> str:

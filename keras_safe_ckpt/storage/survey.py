@@ -28,6 +28,7 @@ from keras_safe_ckpt.storage.events import saves_in
 from keras_safe_ckpt.storage.foreign import is_plain_keras
 from keras_safe_ckpt.storage.formats import FORMATS, format_of
 from keras_safe_ckpt.storage.manifest import Manifest
+from keras_safe_ckpt.storage.paths import why_passed_over
 
 #: Told of each so many bytes that were read.
 Advance = Callable[[int], None]
@@ -76,8 +77,11 @@ def find_checkpoints(directory: Path) -> list[Path]:
             name = entry.name
             if name.startswith(".") or not name.endswith((*_ALWAYS, _LEGACY)):
                 continue
+            path = directory / name
             if entry.is_file(follow_symlinks=False):
-                (found if name.endswith(_ALWAYS) else doubtful).append(directory / name)
+                (found if name.endswith(_ALWAYS) else doubtful).append(path)
+            elif name.endswith(_ALWAYS) and why_passed_over(path):
+                found.append(path)  # To be named: whoever restores passes it over.
     saved = saves_in(directory) if doubtful else {}
     found += [path for path in doubtful if path.name in saved or _may_be_ours(path)]
     return sorted([*found, *_find_bundles(directory)])
@@ -90,7 +94,8 @@ def checkpoint_at(path: Path) -> Path:
         if part is not None and not path.name.endswith((*_ALWAYS, _LEGACY)):
             return path.parent / part[0]
         format_of(path)  # Raises for what cannot be a checkpoint by its name.
-        return path
+        # Whoever names a link means what it leads to; in a directory one is passed over.
+        return Path(os.path.realpath(path)) if path.is_symlink() else path
     if _bundle(path).index.is_file():
         return path
     if os.path.lexists(path):
@@ -111,6 +116,9 @@ def look_at(path: Path, *, verify: bool = False, advance: Advance | None = None)
     bundle = is_bundle(path)
     kind = "tf_checkpoint" if bundle else _kind_of(path)
     condition, reason, manifest = Condition.WHOLE, "", None
+    if not bundle and (reason := why_passed_over(path)):
+        modified = os.lstat(path).st_mtime
+        return Surveyed(path, kind, 0, modified, None, Condition.DAMAGED, reason, verify)
     size, modified = _measured(_files_of(path) if bundle else [path])
     try:
         if bundle:

@@ -231,6 +231,13 @@ class Backups:
                 self._part_store(worker).delete_series(SERIES)
         self.store.delete_series(SERIES)
 
+    def has_any(self) -> bool:
+        """Whether there is one to go on from, as far as can be told now."""
+        try:
+            return bool(self._all())
+        except UnreadableCheckpointError:
+            return False
+
     def _all(self, report: Any = None) -> list[Checkpoint]:
         """Those of the run, oldest first."""
         return [c for c in self.store.checkpoints(report) if c.manifest.series == SERIES]

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from keras_safe_ckpt.errors import (
     CheckpointNotFoundError,
+    CheckpointWriteError,
     CorruptCheckpointError,
     LocksUnsupportedError,
     UnsafePathError,
@@ -77,7 +78,7 @@ class BundleDirectory:
         with contextlib.ExitStack() as held:
             try:
                 held.enter_context(self.locks.shared(self.path / _READERS))
-            except LocksUnsupportedError:
+            except (LocksUnsupportedError, CheckpointWriteError):
                 # Whoever may not write here, has a full disk or nothing to read yet, cannot make
                 # the file; a file that is there and cannot be locked is another matter.
                 if os.access(self.path / f".{_READERS}.lock", os.W_OK):
