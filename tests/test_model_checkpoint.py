@@ -1422,8 +1422,11 @@ def test_wrong_options_are_refused_at_construction(options):
 
 @pytest.mark.parametrize(
     "path",
-    ["{epoch:zz}.keras", "{epoch!z}.keras", "{epoch.foo}.keras", "{batch[0]}.keras", "{}.keras"],
-)
+    [
+        "{epoch:zz}.keras", "{epoch!z}.keras", "{epoch.foo}.keras", "{batch[0]}.keras", "{}.keras",
+        "{loss:q}.keras", "{loss:03d}.keras",
+    ],
+)  # fmt: skip
 def test_placeholders_that_cannot_be_filled_are_refused_at_construction(path):
     with pytest.raises(ValueError, match="Expected placeholders") as caught:
         SafeModelCheckpoint(path)

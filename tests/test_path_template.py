@@ -45,6 +45,10 @@ def test_malformed_placeholders_are_refused(text):
     assert repr(text) in str(caught.value)
 
 
+def test_a_metric_may_have_parts_and_any_format_of_a_number():
+    PathTemplate("{f1[0]:.2f}-{loss:.3e}-{epoch:03d}-{acc!r:>8}.keras").refuse_unfit_placeholders()
+
+
 def test_only_the_worker_is_filled_in_for_a_worker():
     template = PathTemplate("w{{}}{worker:03d}-{worker!s:>2}/{epoch:02d}-{a!r}.keras")
     assert template.for_worker(7).text == "w{{}}007- 7/{epoch:02d}-{a!r}.keras"

@@ -28,8 +28,9 @@ def checkpoints_of(template: PathTemplate, on_skip: OnSkip) -> list[Checkpoint]:
     """The files of a template that carry our manifest, oldest first."""
     found: dict[Path, Checkpoint] = {}
     for path in template.obstacles():
-        if not path.is_file():  # A link to one is the user's own layout.
-            on_skip(path, why_passed_over(path))
+        # A link to a file is the user's own layout.
+        if not path.is_file() and (reason := why_passed_over(path)):
+            on_skip(path, reason)
     for path in template.existing():
         try:
             with format_of(path).open(path) as checkpoint:

@@ -79,9 +79,11 @@ class PathTemplate:
 
     def refuse_unfit_placeholders(self) -> None:
         """Raise if epoch, batch, worker or a metric cannot be written as its placeholder says."""
-        for name in {_base(name) for _, name, _, _ in self._pieces if name} - {*_COUNTS}:
+        for _, name, spec, conversion in self._pieces:
+            if not name or name in _COUNTS or name != _base(name):
+                continue  # What has parts ("{f1[0]}") is no number.
             try:
-                self.count_text(name, 0.5)
+                _placeholder(name, spec, conversion).format(**{name: 0.5})
             except (ValueError, TypeError, LookupError, AttributeError) as error:
                 raise ValueError(
                     f"Expected placeholders of metrics like {{{name}:.3f}}. "
@@ -96,7 +98,7 @@ class PathTemplate:
                     f"Received: filepath={self.text!r} ({error})"
                 ) from None
 
-    def count_text(self, name: str, count: float) -> str:
+    def count_text(self, name: str, count: int) -> str:
         """What the placeholders of one count alone become."""
         pieces = [_placeholder(*piece[1:]) for piece in self._pieces if _base(piece[1]) == name]
         return "".join(pieces).format(**{name: count})

@@ -75,6 +75,8 @@ def why_passed_over(path: Path) -> str:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
         return ""
+    except OSError as error:
+        return f"it cannot be looked at ({error.strerror})"
     if stat.S_ISLNK(mode):
         file = os.path.realpath(path)
         if os.path.dirname(file) == os.path.realpath(path.parent) and os.path.isfile(file):
