@@ -540,6 +540,99 @@ MUTATIONS = (
         "tests/test_agreement.py::"
         "test_a_log_of_requests_that_does_not_end_is_not_waited_for_for_ever",
     ),
+    Mutation(
+        "Whoever has lost the lock replaces no checkpoint of TensorFlow",
+        "storage/bundles/staging.py",
+        "            lock.ensure_held()\n            if there:",
+        "            if there:",
+        "tests/test_bundle_directory.py::"
+        "test_whoever_has_lost_a_lock_replaces_nothing[keras_safe_ckpt]",
+    ),
+    Mutation(
+        "Nor whoever has lost the one that keeps readers away",
+        "storage/bundles/staging.py",
+        "                readers.ensure_held()\n            journal = Journal(",
+        "            journal = Journal(",
+        "tests/test_bundle_directory.py::"
+        "test_whoever_has_lost_a_lock_replaces_nothing[keras_safe_ckpt-readers]",
+    ),
+    Mutation(
+        "Who is to delete old ones looks for that lock as well",
+        "storage/bundles/staging.py",
+        "                readers.ensure_held()\n                for name in names:",
+        "                for name in names:",
+        "tests/test_bundle_directory.py::"
+        "test_whoever_has_lost_the_lock_of_the_readers_deletes_nothing",
+    ),
+    Mutation(
+        "No power cut leaves a former index with the data of the next one",
+        "storage/bundles/staging.py",
+        "sync_directory(path)  # No index",
+        "pass  # No index",
+        "tests/test_bundle_directory.py::test_an_index_is_gone_for_good_before_its_data_goes",
+    ),
+    Mutation(
+        "Nor does one while the former one is put back",
+        "storage/bundles/files.py",
+        "            sync_directory(target)\n        try:",
+        "            pass\n        try:",
+        "tests/test_bundle_directory.py::test_the_former_data_is_back_for_good_before_its_index_is",
+    ),
+    Mutation(
+        "What is replaced is on the disk, also where it has to be copied",
+        "storage/bundles/files.py",
+        "            sync_file(other)",
+        "            pass",
+        "tests/test_bundle_directory.py::test_what_is_copied_for_want_of_links_is_on_the_disk",
+    ),
+    Mutation(
+        "Whoever has lost the lock does not undo an append of its own",
+        "datasets/appending.py",
+        "                held.ensure_held()\n                _cut(",
+        "                _cut(",
+        "tests/test_tfrecord_writing.py::test_whoever_has_lost_the_lock_does_not_undo_its_append",
+    ),
+    Mutation(
+        "Nor that of a killed writer",
+        "datasets/appending.py",
+        "        held.ensure_held()\n        _cut(",
+        "        _cut(",
+        "tests/test_tfrecord_writing.py::test_whoever_has_lost_the_lock_does_not_put_right",
+    ),
+    Mutation(
+        "What was cut off does not come back with a power cut",
+        "datasets/appending.py",
+        "        os.ftruncate(descriptor, size)\n        os.fsync(descriptor)",
+        "        os.ftruncate(descriptor, size)",
+        "tests/test_tfrecord_writing.py::"
+        "test_what_is_cut_off_is_gone_for_good_before_the_note_says_so",
+    ),
+    Mutation(
+        "No row of a feeder is skipped at the end of a segment",
+        "datasets/spool.py",
+        "            message = self._read_frame()\n"
+        "            if message is not None:\n"
+        "                return message\n"
+        "            self._close()",
+        "            self._close()",
+        "tests/test_central_h5.py::test_what_was_appended_between_two_looks_is_not_skipped",
+    ),
+    Mutation(
+        "Rows of an earlier life are set aside before their journal goes",
+        "datasets/growing_file.py",
+        "sync_directory(aside.parent)",
+        "pass",
+        "tests/test_data_files_durability.py::"
+        "test_rows_of_an_earlier_life_have_their_new_name_before_their_journal_goes",
+    ),
+    Mutation(
+        "No power cut brings back half of the streams that are in the file",
+        "datasets/feed_folder.py",
+        "sync_directory(self.path.parent)",
+        "pass",
+        "tests/test_data_files_durability.py::"
+        "test_the_streams_have_left_for_good_before_any_of_them_goes",
+    ),
 )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,15 +22,18 @@ from warm import warm_process
 
 from keras_safe_ckpt.errors import (
     CheckpointWriteError,
+    LockLostError,
     UnreadableCheckpointError,
     UnsafePathError,
 )
+from keras_safe_ckpt.storage.bundles import staging
 from keras_safe_ckpt.storage.bundles.bundle import Bundle
 from keras_safe_ckpt.storage.bundles.directory import BundleDirectory
 from keras_safe_ckpt.storage.bundles.family import Family, Keep
 from keras_safe_ckpt.storage.bundles.recovery import reading
 from keras_safe_ckpt.storage.bundles.staging import StagedBundle, stage
 from keras_safe_ckpt.storage.bundles.state_file import State, read_state, write_state
+from keras_safe_ckpt.storage.lock_backend import HeldLock
 from keras_safe_ckpt.storage.locks import claim
 
 CKPT = Family("ckpt", bare=True)
@@ -236,6 +240,27 @@ def test_without_links_it_is_copied(tmp_path, made, monkeypatch):
     publish(tmp_path, made, 2, exactly="ckpt")
     assert newest(tmp_path) == 2
     assert names_in(tmp_path) == ["ckpt"]
+
+
+def test_what_is_copied_for_want_of_links_is_on_the_disk(tmp_path, made, monkeypatch):
+    """Soon it is the only one."""
+
+    def refused(*args: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    publish(tmp_path, made, 1, exactly="ckpt")
+    monkeypatch.setattr(os, "link", refused)
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        fsync(descriptor)
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+    monkeypatch.setattr(os, "fsync", noted)
+    publish(tmp_path, made, 2, exactly="ckpt")
+    kept = {Path(path).name for path in synced if Path(path).parent.name == "old"}
+    assert kept == {"ckpt.data-00000-of-00001", "ckpt.index"}
 
 
 @pytest.mark.parametrize("exactly", [None, "ckpt-1"])
@@ -669,6 +694,87 @@ def test_nothing_to_read_is_nothing(tmp_path):
     with place.reading():
         assert list(place.whole(None)) == []
     assert not (tmp_path / "missing").exists()
+
+
+@pytest.mark.parametrize("lock", ["keras_safe_ckpt", "keras_safe_ckpt-readers"])
+def test_whoever_has_lost_a_lock_replaces_nothing(tmp_path, made, monkeypatch, lock):
+    publish(tmp_path, made, 1, exactly="ckpt")
+    keep_old = staging.keep_old
+
+    def lose(*arguments: object) -> None:
+        keep_old(*arguments)
+        (tmp_path / f".{lock}.lock").unlink()
+
+    monkeypatch.setattr(staging, "keep_old", lose)
+    removed: list[object] = []
+    monkeypatch.setattr(staging, "remove", lambda *arguments: removed.append(arguments))
+    with pytest.raises(LockLostError, match="was deleted"):
+        publish(tmp_path, made, 2, exactly="ckpt")
+    assert removed == []
+    assert newest(tmp_path) == 1
+    assert leftovers(tmp_path) == []
+
+
+def test_whoever_has_lost_the_lock_of_the_readers_deletes_nothing(tmp_path, made, monkeypatch):
+    for value in (1, 2):
+        publish(tmp_path, made, value)
+    without_readers = BundleDirectory.without_readers
+
+    @contextlib.contextmanager
+    def lose(self: BundleDirectory, seconds: float | None = None) -> Iterator[HeldLock]:
+        with without_readers(self, seconds) as held:
+            (tmp_path / ".keras_safe_ckpt-readers.lock").unlink()
+            yield held
+
+    monkeypatch.setattr(BundleDirectory, "without_readers", lose)
+    with pytest.raises(LockLostError, match="was deleted"):
+        publish(tmp_path, made, 3)
+    assert names_in(tmp_path) == ["ckpt-1", "ckpt-2", "ckpt-3"]
+
+
+@pytest.fixture
+def synced_names(tmp_path, monkeypatch) -> list[dict[str, int]]:
+    """What was in the directory at each sync of it: names, and which files they are of."""
+    found: list[dict[str, int]] = []
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        fsync(descriptor)
+        if os.path.samestat(os.fstat(descriptor), tmp_path.stat()):
+            found.append({entry.name: entry.inode() for entry in os.scandir(tmp_path)})
+
+    monkeypatch.setattr(os, "fsync", noted)
+    return found
+
+
+DATA = "ckpt.data-00000-of-00001"
+
+
+def test_an_index_is_gone_for_good_before_its_data_goes(tmp_path, made, synced_names):
+    """With the next data, which are as long, it would look whole after a power cut."""
+    publish(tmp_path, made, 1, exactly="ckpt")
+    former = (tmp_path / DATA).stat().st_ino
+    synced_names.clear()
+    publish(tmp_path, made, 2, exactly="ckpt")
+    assert any(names.get(DATA) == former and "ckpt.index" not in names for names in synced_names)
+
+
+def test_the_former_data_is_back_for_good_before_its_index_is(
+    tmp_path, made, monkeypatch, synced_names
+):
+    publish(tmp_path, made, 1, exactly="ckpt")
+    former = (tmp_path / DATA).stat().st_ino
+
+    def half(directory: Path, name: str, kinds: list[str], source: Path) -> None:
+        os.replace(source / DATA, directory / DATA)
+        synced_names.clear()
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(staging, "place", half)
+    with pytest.raises(CheckpointWriteError, match="EIO"):
+        publish(tmp_path, made, 2, exactly="ckpt")
+    assert newest(tmp_path) == 1
+    assert any(names.get(DATA) == former and "ckpt.index" not in names for names in synced_names)
 
 
 # What a killed process leaves.

@@ -1061,6 +1061,30 @@ def test_segments_are_removed_from_the_oldest_on(tmp_path, monkeypatch):
     assert sorted(spool.segments_of(tmp_path, "stream")) == [4]
 
 
+def test_what_was_appended_between_two_looks_is_not_skipped(tmp_path, monkeypatch):
+    """The end of a segment was reached, and then it grew, and the next one was begun."""
+    writer = spool.SpoolWriter(tmp_path, "stream")
+    writer.write(Message("x", np.full(3, 0)))
+    reader = spool.SpoolReader(tmp_path, "stream")
+    assert reader.read() is not None
+    has_next = spool.SpoolReader._has_next_segment
+
+    def look(self: spool.SpoolReader) -> bool:
+        monkeypatch.undo()
+        writer.write(Message("x", np.full(3, 1)))
+        monkeypatch.setattr(spool, "SEGMENT_BYTES", 10)
+        writer.write(Message("x", np.full(3, 2)))
+        return has_next(self)
+
+    monkeypatch.setattr(spool.SpoolReader, "_has_next_segment", look)
+    for number in (1, 2):
+        message = reader.read()
+        assert message is not None
+        assert message.rows.tolist() == 3 * [number]
+    writer.rest()
+    reader.close()
+
+
 @pytest.mark.parametrize("left_of_it", [None, 0, 40])
 def test_nothing_behind_a_gap_is_read(tmp_path, monkeypatch, caplog, left_of_it):
     """A power cut takes what was not flushed, and need not take the last of it first."""

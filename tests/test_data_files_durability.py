@@ -136,6 +136,22 @@ def test_the_journal_of_an_earlier_file_is_gone_for_good_before_the_next_one(
     writer.abandon()
 
 
+def test_rows_of_an_earlier_life_have_their_new_name_before_their_journal_goes(
+    tmp_path, durable_names
+):
+    """Without it they would be taken for nothing after a power cut, and removed."""
+    writer = WorkerH5Writer(tmp_path, 0)
+    writer.append("x", [1.0])
+    writer.abandon()
+    durable_names.clear()
+    writer = WorkerH5Writer(tmp_path, 0)
+    aside = ".worker-00000.h5.interrupted"
+    assert any(path == tmp_path and {aside, JOURNAL} <= names for path, names in durable_names), (
+        durable_names
+    )
+    writer.abandon()
+
+
 def test_a_feeder_is_forgotten_when_its_rows_are_gone_for_good(tmp_path, durable_names):
     """Else they came back after a power cut, and nobody knew that they are in the file."""
     name = run_ok(
@@ -155,6 +171,20 @@ def test_a_feeder_is_forgotten_when_its_rows_are_gone_for_good(tmp_path, durable
     assert name not in file._streams
     assert any(path == folder.path and f"{name}.0" not in names for path, names in durable_names)
     file.close()
+
+
+def test_the_streams_have_left_for_good_before_any_of_them_goes(tmp_path, durable_names):
+    """Half of them would look like something new after a power cut."""
+    folder = FeedFolder(tmp_path / "all.h5")
+    folder.make()
+    (folder.path / "stream.0").touch()
+    folder.clear()
+    past = f"{folder.path.name}.past"
+    assert any(
+        path == tmp_path and past in names and folder.path.name not in names
+        for path, names in durable_names
+    )
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_worker_that_lost_its_lock_publishes_nothing(tmp_path):

@@ -1018,3 +1018,76 @@ def test_whoever_has_lost_the_lock_does_not_append(tmp_path):
         assert path.read_bytes() == before, looks
     append(path, b"three")
     assert records_of(path) == [b"one", b"three"]
+
+
+def test_whoever_has_lost_the_lock_does_not_undo_its_append(tmp_path, monkeypatch):
+    """Somebody else may have appended by then, and would lose that."""
+    path = tmp_path / "all.tfrecord"
+    append(path, b"one")
+    longer = path.read_bytes() + plain_bytes([b"of somebody else"])
+
+    def overtaken(*_):
+        path.write_bytes(longer)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(appending, "_put", overtaken)
+    writer = LockedTFRecordWriter(path, locks=LosesIt(2))
+    writer.write(b"two")
+    with pytest.raises(LockLostError):
+        writer.flush()
+    assert path.read_bytes() == longer
+
+
+def torn_append(path: Path, monkeypatch) -> bytes:
+    """A file with half a group, as a killed writer leaves it, and its note."""
+
+    def torn(path, data, offset):
+        path.write_bytes(path.read_bytes() + data[: len(data) // 2])
+        raise OSError(errno.EIO, "Input/output error")
+
+    def not_undone(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    append(path, b"one")
+    with monkeypatch.context() as patched:
+        patched.setattr(appending, "_put", torn)
+        patched.setattr(appending, "_cut", not_undone)
+        writer = LockedTFRecordWriter(path)
+        writer.write(b"two" * 100)
+        with pytest.raises(CheckpointWriteError):
+            writer.flush()
+    return path.read_bytes()
+
+
+def test_whoever_has_lost_the_lock_does_not_put_right(tmp_path, monkeypatch):
+    path = tmp_path / "all.tfrecord"
+    torn = torn_append(path, monkeypatch)
+    writer = LockedTFRecordWriter(path, locks=LosesIt(0))
+    writer.write(b"three")
+    with pytest.raises(LockLostError):
+        writer.flush()
+    assert path.read_bytes() == torn
+    append(path, b"three")
+    assert records_of(path) == [b"one", b"three"]
+
+
+def test_what_is_cut_off_is_gone_for_good_before_the_note_says_so(tmp_path, monkeypatch):
+    """Else it came back with a power cut, and nobody knew what it is."""
+    path = tmp_path / "all.tfrecord"
+    torn_append(path, monkeypatch)
+    happened: list[tuple[str, object]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(descriptor: int) -> None:
+        happened.append((os.readlink(f"/proc/self/fd/{descriptor}"), os.fstat(descriptor).st_size))
+        fsync(descriptor)
+
+    def replaced(source, target) -> None:
+        happened.append(("renamed", Path(target).name))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    append(path, b"three")
+    first = happened.index(("renamed", ".all.tfrecord.records"))
+    assert (str(path), len(plain_bytes([b"one"]))) in happened[:first]
