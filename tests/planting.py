@@ -210,7 +210,7 @@ def _names_of(link: Path) -> list[str]:
     if target == "probe":
         return [str(folder)]
     if target == "checkpoint":  # TensorFlow's list of what is there, renewed for a new one.
-        return [str(folder / "ckpt-")]
+        return [str(folder / "ckpt")]
     for side in (".unfinished.journal", ".records"):
         if target.endswith(side):
             target = target[1:].removesuffix(side)
