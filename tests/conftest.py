@@ -31,11 +31,14 @@ def pytest_xdist_auto_num_workers() -> int:
     return 1 + (os.cpu_count() or 1)
 
 
+#: What the suite leaves out, unless it is asked for by ``-m``.
+_LEFT_OUT = ("campaign", "long")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave campaigns out unless they are asked for by ``-m campaign``."""
-    if "campaign" in (config.option.markexpr or ""):
+    if any(name in (config.option.markexpr or "") for name in _LEFT_OUT):
         return
-    chosen = [item for item in items if not item.get_closest_marker("campaign")]
+    chosen = [item for item in items if not any(map(item.get_closest_marker, _LEFT_OUT))]
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = chosen
 

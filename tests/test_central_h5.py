@@ -611,7 +611,7 @@ def _fed_and_killed(
     return check_fed(path, said, victims)
 
 
-@pytest.mark.campaign
+@pytest.mark.long
 def test_eight_feeders_and_four_readers(tmp_path):
     assert check_feeding(tmp_path / "all.h5", 30, 0, feeders_killed=0, kills=0) == 8 * 30 * 3
 

@@ -171,7 +171,14 @@ except AgreementError as error:
 )
 
 
-@pytest.mark.parametrize("moment", ["before it answers", "after it answered", "at the barrier"])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "before it answers",
+        pytest.param("after it answered", marks=pytest.mark.long),
+        pytest.param("at the barrier", marks=pytest.mark.long),
+    ],
+)
 def test_a_worker_killed_during_the_agreement_is_named_by_the_others(tmp_path, moment):
     done = launch(tmp_path, KILLED, moment, workers=3)
     assert done.returncode == 137, done.stderr

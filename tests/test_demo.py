@@ -17,7 +17,7 @@ from keras_safe_ckpt.cli.demo_worker import BATCHES, EPOCHS
 from keras_safe_ckpt.storage.events import EventLog
 
 
-@pytest.mark.campaign
+@pytest.mark.long
 def test_two_workers_are_interrupted_twice_and_end_as_if_nothing_had_happened(tmp_path, capsys):
     """As the README has it; one run for all that is to be seen of it."""
     done = cli("demo", "--keep", "kept", tensorflow=True, cwd=tmp_path)

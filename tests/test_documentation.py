@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from processes import PROJECT, environment
 from redis_server import BINARY, RedisServer
@@ -97,6 +98,7 @@ def dead_links(pages: dict[Path, Page]) -> Iterator[str]:
                 yield f"{path.name}: {link}, which has no such heading"
 
 
+@pytest.mark.long
 def test_site_is_built_without_warnings_and_has_an_entry_for_every_name(tmp_path):
     pages = build_site(tmp_path / "site")
     assert {path.stem for path in pages} >= {path.stem for path in PAGES}
@@ -210,6 +212,7 @@ def python_of(page: Path) -> str:
     return "\n".join(blocks)
 
 
+@pytest.mark.long
 def test_code_of_the_pages_and_of_the_docstrings_runs(tmp_path):
     pages = {str(page.relative_to(PROJECT)): python_of(page) for page in PAGES}
     pages["README.md"] = python_of(PROJECT / "README.md")

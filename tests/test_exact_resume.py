@@ -123,7 +123,10 @@ def assert_end_as_undisturbed(
     return count
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize(
+    "group",
+    [pytest.param(n, marks=pytest.mark.long) if n == "mirrored" else n for n in GROUPS],
+)
 def test_an_interrupted_run_ends_as_if_it_had_not_been(tmp_path, group):
     # What a model keeps, the other groups show; with the same data, the campaign.
     options = {"light": True} if group in ("datasets", "python data") else {}

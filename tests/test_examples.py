@@ -20,13 +20,8 @@ EXAMPLES = PROJECT / "examples"
 LAUNCH = [sys.executable, "-m", "keras_safe_ckpt", "launch", "--workers", "2"]
 
 
-@pytest.mark.parametrize(
-    "start",
-    [
-        pytest.param([sys.executable], id="alone", marks=pytest.mark.campaign),
-        pytest.param(LAUNCH, id="two workers"),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("start", [[sys.executable], LAUNCH], ids=["alone", "two workers"])
 def test_the_training_runs_alone_and_on_two_workers(tmp_path, start):
     variables = environment()
     variables.pop("TF_CONFIG", None)

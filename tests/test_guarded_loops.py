@@ -104,6 +104,7 @@ def two_undisturbed(tmp_path_factory: Any) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.long
 def test_two_workers_interrupted_in_each_example(tmp_path, two_undisturbed):
     """In the second one after its last step, on one of them: both save, or the one alone if the
     other had ended its loop before it heard of it."""

@@ -952,6 +952,7 @@ def test_long_texts_are_merged_a_few_at_a_time(tmp_path, monkeypatch, sort_key):
     assert max(read) <= (1 << 20) // 40_000
 
 
+@pytest.mark.long
 def test_eight_writers_and_four_readers(tmp_path):
     """Whoever merges sees whole files only, and all of them when all are done."""
     writing = """

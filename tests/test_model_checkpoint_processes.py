@@ -194,7 +194,7 @@ print(json.dumps([train(f"{folder}/{number}.keras") for number in range(times)])
 
 
 @pytest.mark.parametrize("times", [3, pytest.param(20, marks=pytest.mark.campaign)])
-@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("background", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_ctrl_c_at_random_moments_loses_nothing_that_was_captured(tmp_path, background, times):
     pressed = json.loads(run_ok(FORKED + CTRL_C, tmp_path, times, 1, background, timeout=200))
     assert len(pressed) == times

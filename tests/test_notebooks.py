@@ -104,15 +104,8 @@ def test_links_lead_to_other_notebooks(path):
         assert (FOLDER / target).exists(), target
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        # One in the suite; the others train on several workers, or are interrupted several times.
-        path if "tfrecord" in path.stem else pytest.param(path, marks=pytest.mark.campaign)
-        for path in NOTEBOOKS
-    ],
-    ids=lambda path: path.stem,
-)
+@pytest.mark.long
+@each_notebook
 def test_it_runs_and_shows_what_is_stored(path, tmp_path):
     folder, temporary = tmp_path / "notebooks", tmp_path / "temporary"
     folder.mkdir()

@@ -128,6 +128,7 @@ def test_a_worker_that_dies_on_the_way_leaves_a_marked_checkpoint(tmp_path, work
     assert len(facts(tmp_path)[0]["history"]["loss"]) == 4
 
 
+@pytest.mark.long
 def test_fewer_and_more_workers_go_on_with_the_chiefs_values(tmp_path):
     done = launch(tmp_path, "1:3", restarts=0, save_every_seconds=0.01)
     assert done.returncode == 42, done.stdout
@@ -147,6 +148,7 @@ def test_fewer_and_more_workers_go_on_with_the_chiefs_values(tmp_path):
     assert chief["hooks"] == HOOKS
 
 
+@pytest.mark.long
 def test_the_chief_knows_how_long_another_worker_has(tmp_path, undisturbed):
     """It has no notice itself, and begins no save that cannot be finished in time."""
     done = launch(tmp_path, "1:14", grace_period=20, slow=1000)
@@ -163,6 +165,7 @@ def test_the_chief_knows_how_long_another_worker_has(tmp_path, undisturbed):
     assert {event["repeated"] for event in events(tmp_path, "resume")} == {4}
 
 
+@pytest.mark.long
 def test_training_that_ends_in_time_is_there_on_all_workers_after_a_restart(tmp_path, undisturbed):
     """One of them has a notice that leaves time to train on; all stop where training ends."""
     done = launch(tmp_path, "1:14", grace_period=500, save_freq=None)

@@ -487,8 +487,9 @@ print(reads)
 """
 
 
-@pytest.mark.parametrize("groups", [4, pytest.param(15, marks=pytest.mark.campaign)])
-def test_eight_writers_and_four_readers_of_tensorflow(tmp_path, forking, groups):
+@pytest.mark.long
+def test_eight_writers_and_four_readers_of_tensorflow(tmp_path, forking):
+    groups = 15
     with LockedTFRecordWriter(tmp_path / "all.tfrecord") as writer:
         writer.write(b"first")
     readers = []

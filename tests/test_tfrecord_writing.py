@@ -640,7 +640,7 @@ def _appended_by_many(folder, readers, writers, rng, kills, count) -> tuple[int,
     return records, reads
 
 
-@pytest.mark.campaign
+@pytest.mark.long
 def test_eight_writers_and_four_readers(tmp_path):
     records, reads = check_appending(tmp_path, 20, 0, 0)
     assert records == 8 * 20 * 5 + 5
