@@ -225,6 +225,7 @@ report(done=done, iterations=int(model.optimizer.iterations.numpy()))
 )
 
 
+@pytest.mark.long
 def test_real_workers_that_are_started_again_go_on_from_their_checkpoint(tmp_path):
     done = launch(tmp_path, RESTARTED)
     assert done.returncode == 0, done.stderr

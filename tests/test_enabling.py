@@ -192,5 +192,6 @@ print(len(loss), model.predict(x, verbose=0).shape, role_of(model).alone)
 """
 
 
+@pytest.mark.long
 def test_it_may_come_before_the_strategy_and_one_worker_is_enough():
     assert run_ok(BEFORE).splitlines()[-1] == "1 (8, 1) True"

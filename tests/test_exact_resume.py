@@ -140,6 +140,7 @@ def test_more_interrupted_runs(tmp_path, case, record_property):
     record_property("campaign", f"interrupted runs ({case}): {count} of {count} equal")
 
 
+@pytest.mark.long
 def test_a_notice_during_a_save_is_not_lost(tmp_path):
     """Saved after every batch, some save is going on nearly always."""
     undisturbed, *runs = lives("arrays", tmp_path, "9", "20k,32", save_freq=1)

@@ -85,6 +85,7 @@ def test_interrupted_in_each_example(tmp_path, undisturbed, forking):
     assert all(save.blocked > 0 for save in first.saves)
 
 
+@pytest.mark.long
 def test_mirrored(tmp_path, forking):
     codes, output = run(forking, tmp_path / "undisturbed", strategy="mirrored")
     assert codes == [0], output

@@ -70,6 +70,7 @@ print([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children])
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("saves", [10, pytest.param(40, marks=pytest.mark.campaign)])
 def test_eight_processes_race_for_one_best_file(tmp_path, saves):
     """The true best is there at the end, and what is on the disk never got worse on the way."""

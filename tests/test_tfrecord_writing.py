@@ -666,6 +666,7 @@ def test_writers_killed_at_random(tmp_path, record_property):
     )
 
 
+@pytest.mark.long
 def test_eight_writers_of_one_shard_and_four_readers(tmp_path):
     """Whoever is last wins, and nobody ever sees a mixture."""
     code = """
