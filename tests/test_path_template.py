@@ -46,7 +46,10 @@ def test_malformed_placeholders_are_refused(text):
 
 
 def test_a_metric_may_have_parts_and_any_format_of_a_number():
-    PathTemplate("{f1[0]:.2f}-{loss:.3e}-{epoch:03d}-{acc!r:>8}.keras").refuse_unfit_placeholders()
+    template = PathTemplate("{f1[0]:.2f}-{loss:.3e}-{epoch:03d}-{acc!r:>8}.keras")
+    template.refuse_unfit_placeholders()
+    values = {"f1": [0.25], "loss": 0.5, "epoch": 7, "acc": 0.5}
+    assert template.fill(values) == "0.25-5.000e-01-007-     0.5.keras"
 
 
 def test_only_the_worker_is_filled_in_for_a_worker():
